@@ -1,0 +1,67 @@
+"""Fast and safe PyTorch data-parallel training on slow networks.
+
+>>> import thinwire
+>>> wire = thinwire.attach(ddp, thinwire.BF16())  # doctest: +SKIP
+"""
+
+from thinwire.attach import Wire, attach
+from thinwire.codecs.cast import Cast
+from thinwire.errors import (
+    AttachError,
+    DriftError,
+    MismatchError,
+    OptionError,
+    ProgramError,
+    StateError,
+    ThinwireError,
+    UnavailableError,
+    WireError,
+)
+from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
+from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.version import __version__
+from thinwire.wire.meter import Stats, StepRecord
+from thinwire.wire.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Broadcast,
+    Reduce,
+    ReduceScatter,
+    Steps,
+)
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AttachError",
+    "Await",
+    "Broadcast",
+    "Bucket",
+    "Cast",
+    "DriftError",
+    "Exact",
+    "Memory",
+    "MismatchError",
+    "OptionError",
+    "Outcome",
+    "Program",
+    "ProgramError",
+    "Reduce",
+    "ReduceScatter",
+    "Reduced",
+    "StateError",
+    "Stats",
+    "StepRecord",
+    "Steps",
+    "ThinwireError",
+    "UnavailableError",
+    "Wire",
+    "WireError",
+    "__version__",
+    "attach",
+]

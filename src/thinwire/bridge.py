@@ -1,0 +1,163 @@
+"""Between DDP and the engine: DDP's buckets in, averaged gradients out.
+
+A bridge belongs to one DDP model but does not keep it alive: when the model goes, its thread and process
+group go with it.
+"""
+
+import hashlib
+import json
+import weakref
+from collections import defaultdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import MismatchError, ProgramError, UnavailableError
+from thinwire.programs.program import Bucket, Memory, Outcome, Program, describe
+from thinwire.version import __version__
+from thinwire.wire.agree import Meeting, ranks_text
+from thinwire.wire.communicator import Communicator
+from thinwire.wire.engine import Engine
+from thinwire.wire.ops import Steps
+
+_ATTACH = "attach"
+_IN_FULL = " in full"
+_SHOWN_DIFFERENCES = 5
+
+
+class Bridge:
+    """Runs a program over each bucket that DDP hands to its hook.
+
+    Making one is collective: the ranks compare set-ups first, then make thinwire's process group.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        group: dist.ProcessGroup,
+        set_up: dict[str, str],
+        *,
+        limit: timedelta | None = None,
+        history: int = 1000,
+    ) -> None:
+        self.names = {id(parameter): name for name, parameter in managed_parameters(ddp).items()}
+        self.communicator = Communicator(group, limit)
+        agree_on(set_up, self.communicator.meeting, self.communicator.limit)
+        self.communicator.open()
+        device = next(iter(managed_parameters(ddp).values())).device
+        self.engine = Engine(self.communicator, device=device, history=history)
+        weakref.finalize(ddp, self.engine.close)
+
+    def run(
+        self, program: Program, grad_bucket: dist.GradBucket, memory: Memory
+    ) -> "torch.futures.Future[torch.Tensor]":
+        """Start the program on a bucket; the future holds what DDP shall write to the gradients."""
+        bucket = self._describe(grad_bucket)
+        last = grad_bucket.is_last()
+        future = self.engine.submit(_checked(program, bucket, memory), label=str(bucket), last=last)
+        # Queued ahead of DDP's own final callback, which would wait without a limit and lose the
+        # exception's type. Joined ranks (uneven inputs) call hooks outside of any backward.
+        if last and torch._C._current_graph_task_id() != -1:
+            Variable._execution_engine.queue_callback(self.engine.settle)
+        return future
+
+    def _describe(self, bucket: dist.GradBucket) -> Bucket:
+        if not isinstance(bucket, dist.GradBucket):
+            raise UnavailableError(
+                f"the hook was called with a {type(bucket).__name__}: compiled autograd's Python reducer"
+                " has no buckets; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
+            )
+        parameters = bucket.parameters()
+        return Bucket(
+            index=bucket.index(),
+            buffer=bucket.buffer(),
+            names=tuple(self.names[id(parameter)] for parameter in parameters),
+            shapes=tuple(parameter.shape for parameter in parameters),
+            rank=self.communicator.rank,
+            world_size=self.communicator.size,
+            step=self.engine.step,
+        )
+
+
+def _checked(program: Program, bucket: Bucket, memory: Memory) -> Steps[torch.Tensor]:
+    """The program, with its outcome held against what DDP needs."""
+    expected = (bucket.buffer.shape, bucket.buffer.dtype, bucket.buffer.device)
+    outcome = yield from program(bucket, memory)
+    if not isinstance(outcome, Outcome):
+        raise ProgramError(
+            f"{describe(program)} returned a {type(outcome).__name__} for {bucket}: return Outcome(mean)"
+        )
+    got = (outcome.mean.shape, outcome.mean.dtype, outcome.mean.device)
+    if got != expected:
+        raise ProgramError(
+            f"{describe(program)} returned a mean of {_sort(*got)} for {bucket}: it must be like the"
+            f" bucket's buffer, {_sort(*expected)}"
+        )
+    return outcome.mean
+
+
+def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"shape {tuple(shape)}, {dtype}, on {device}"
+
+
+def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients DDP averages, by their names in the wrapped model."""
+    return {
+        name: parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def set_up_of(ddp: DistributedDataParallel, program: Program, **options: object) -> dict[str, str]:
+    """All that must be equal on every rank, as text."""
+    return {
+        "thinwire version": __version__,
+        "torch version": str(torch.__version__),
+        "program": describe(program),
+        **{f"option {name}": str(value) for name, value in options.items()},
+        **{
+            f"parameter {name}": f"{tuple(parameter.shape)} {parameter.dtype}"
+            for name, parameter in managed_parameters(ddp).items()
+        },
+    }
+
+
+def agree_on(set_up: dict[str, str], meeting: Meeting, limit: timedelta, topic: str = _ATTACH) -> None:
+    """Raise MismatchError on every rank, naming what differs where, unless all ranks say the same."""
+    text = json.dumps(set_up)
+    digests = meeting.gather(topic, hashlib.sha256(text.encode()).hexdigest(), limit)
+    if len(set(digests)) == 1:
+        return
+    set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
+    differences = _differences(set_ups) or ["the order of parameters"]
+    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
+    more = len(differences) - _SHOWN_DIFFERENCES
+    raise MismatchError(
+        f"ranks are set up differently: {shown}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Give every rank the same program, options, model and versions"
+    )
+
+
+def decline(reason: str, meeting: Meeting) -> None:
+    """Instead of agreeing: leave word, so that the other ranks raise at once rather than wait."""
+    text = json.dumps({"attach": f"refused ({reason})"})
+    meeting.post(_ATTACH, text)
+    meeting.post(_ATTACH + _IN_FULL, text)
+
+
+def _differences(set_ups: list[dict[str, str]]) -> list[str]:
+    """One line per key that is not the same on all ranks: which value on which ranks."""
+    differences = []
+    for key in dict.fromkeys(key for set_up in set_ups for key in set_up):
+        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, set_up in enumerate(set_ups):
+            ranks_by_value[set_up.get(key, "nothing")].append(rank)
+        if len(ranks_by_value) > 1:
+            sides = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
+            differences.append(f"{key}: {', '.join(sides)}")
+    return differences

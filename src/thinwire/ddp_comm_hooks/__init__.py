@@ -1,0 +1,66 @@
+"""The names of `torch.distributed.algorithms.ddp_comm_hooks`: change the import prefix, nothing else."""
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.ddp_comm_hooks import debugging_hooks as debugging
+from thinwire.ddp_comm_hooks import default_hooks as default
+from thinwire.ddp_comm_hooks import mixed_precision_hooks  # noqa: F401 - a submodule, as in torch
+from thinwire.errors import UnavailableError
+
+__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
+
+
+def _member(value: Any) -> Any:
+    """Keep a callable value an enum member: Python 3.11 asks for it, 3.10 has no word for it."""
+    if sys.version_info >= (3, 11):
+        from enum import member
+
+        return member(value)
+    return value
+
+
+def _register(comm_hook: Callable[..., Any], model: DistributedDataParallel, state: Any) -> None:
+    model.register_comm_hook(state, comm_hook)
+
+
+def _refuse(algorithm: str, model: DistributedDataParallel, state: Any) -> None:
+    raise UnavailableError(
+        f"{algorithm} is not in thinwire yet, and falling back to another algorithm in silence would be"
+        " wrong: use FP16_COMPRESS or BF16_COMPRESS, or stay with torch's for now"
+    )
+
+
+class DDPCommHookType(Enum):
+    """Hooks by name; a member's value is called with `model` and `state`.
+
+    Members whose algorithm has not arrived raise UnavailableError when they are registered.
+    """
+
+    ALLREDUCE = _member(partial(_register, comm_hook=default.allreduce_hook))
+    FP16_COMPRESS = _member(partial(_register, comm_hook=default.fp16_compress_hook))
+    BF16_COMPRESS = _member(partial(_register, comm_hook=default.bf16_compress_hook))
+    QUANTIZE_PER_TENSOR = _member(partial(_refuse, algorithm="QUANTIZE_PER_TENSOR"))
+    QUANTIZE_PER_CHANNEL = _member(partial(_refuse, algorithm="QUANTIZE_PER_CHANNEL"))
+    POWER_SGD = _member(partial(_refuse, algorithm="POWER_SGD"))
+    POWER_SGD_RANK2 = _member(partial(_refuse, algorithm="POWER_SGD_RANK2"))
+    BATCHED_POWER_SGD = _member(partial(_refuse, algorithm="BATCHED_POWER_SGD"))
+    BATCHED_POWER_SGD_RANK2 = _member(partial(_refuse, algorithm="BATCHED_POWER_SGD_RANK2"))
+    NOOP = _member(partial(_register, comm_hook=debugging.noop_hook))
+
+
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None
+) -> None:
+    """Register a hook on a DDP model by its name.
+
+    Example::
+
+        register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp)
+    """
+    comm_hook_type.value(model=model, state=state)

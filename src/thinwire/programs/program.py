@@ -1,0 +1,127 @@
+"""The nouns of a program: what it is given, what it may keep, what it returns.
+
+    def __call__(self, bucket, memory):
+        total = yield AllReduce(bucket.buffer / bucket.world_size)
+        return Outcome(mean=total)
+
+A program must yield the same collectives on every rank: branch on shapes, configuration, the step and
+reduced values, never on local data.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thinwire.errors import StateError
+from thinwire.wire.ops import Steps
+from thinwire.wire.pack import unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """One rank's gradients of some parameters, flat, still to be averaged.
+
+    Attributes:
+        index: DDP's number for it; buckets may be rebuilt, so never name state by it.
+        buffer: The gradients, one after another. A program may overwrite it.
+        names: The parameters' names in the model.
+        shapes: Their shapes, in the same order.
+        rank: This rank, in the group that is averaged over.
+        world_size: The size of that group.
+        step: Counts the steps that communicated, from 0.
+    """
+
+    index: int
+    buffer: torch.Tensor
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    rank: int
+    world_size: int
+    step: int
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter name: views of the buffer."""
+        return dict(zip(self.names, unpack(self.buffer, self.shapes), strict=True))
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:2])
+        more = f" and {len(self.names) - 2} more" if len(self.names) > 2 else ""
+        return f"bucket {self.index} ({shown}{more})"
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a program returns.
+
+    Attributes:
+        mean: The averaged gradients, like the bucket's buffer; the buffer itself where possible.
+        sent: What this rank's own contribution amounted to after compression, in the input's units,
+            for whoever keeps the difference. None: not tracked.
+    """
+
+    mean: torch.Tensor
+    sent: torch.Tensor | None = None
+
+
+class Program(Protocol):
+    """Averages one bucket, start to finish."""
+
+    def __call__(self, bucket: Bucket, memory: "Memory") -> Steps[Outcome]:
+        """Yield collectives, receive their results, return the outcome."""
+
+
+def describe(program: Program) -> str:
+    """A program and its options as text: equal on all ranks where the programs are equal.
+
+    Frozen dataclasses have it from their repr; of plain functions and objects the address is left out.
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(program))
+
+
+class Memory:
+    """All that programs keep between steps: tensors, by parameter name and slot.
+
+    >>> memory = Memory()
+    >>> memory.slot("fc.weight", "residual", lambda: torch.zeros(2)).add_(1)
+    tensor([1., 1.])
+    >>> memory.slot("fc.weight", "residual", lambda: torch.zeros(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, dict[str, torch.Tensor]] = {}
+
+    def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The tensor kept for a parameter under `key`, made by `make` the first time."""
+        slots = self._slots.setdefault(name, {})
+        if key not in slots:
+            slots[key] = make()
+        return slots[key]
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of everything kept, by parameter name, then slot."""
+        return {
+            name: {key: tensor.detach().clone() for key, tensor in slots.items()}
+            for name, slots in self._slots.items()
+        }
+
+    def load_state_dict(self, state: object, names: set[str]) -> None:
+        """Replace everything kept; on a state that does not fit, raise and keep what there is."""
+        if not isinstance(state, dict):
+            raise StateError(f"memory is a {type(state).__name__}: it must be a dict by parameter name")
+        unknown = [str(name) for name in state if name not in names]
+        if unknown:
+            raise StateError(
+                f"the state has parameters that this model has not: {', '.join(unknown[:5])}; it was"
+                " saved from another model, or parameters were renamed"
+            )
+        loaded: dict[str, dict[str, torch.Tensor]] = {}
+        for name, slots in state.items():
+            tensors = slots.values() if isinstance(slots, dict) else [None]
+            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+                raise StateError(f"the state of {name} must be a dict of tensors by slot")
+            loaded[name] = {str(key): tensor.detach().clone() for key, tensor in slots.items()}
+        self._slots = loaded

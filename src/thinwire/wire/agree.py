@@ -1,0 +1,76 @@
+"""Agreement between ranks through the group's key-value store: no collectives, so no way to mismatch one.
+
+A rank that does not show up is named, instead of leaving the others inside a collective.
+"""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from thinwire.errors import WireError
+
+_FIRST_POLL, _LAST_POLL = 0.002, 0.1
+
+
+class Meeting:
+    """Where the ranks of one process group exchange short texts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._store = distributed_c10d._get_process_group_store(group)
+        self._reported = False
+
+    def gather(self, topic: str, text: str, limit: timedelta) -> list[str]:
+        """Every rank's text on a topic, by rank.
+
+        The n-th call on a topic meets the other ranks' n-th call on it. Raises WireError, naming the
+        absent ranks, when some rank does not call within `limit`.
+        """
+        keys = self.post(topic, text)
+        absent = self._await(keys, limit)
+        if absent:
+            raise WireError(
+                f"rank {self.rank} waited {limit.total_seconds():g} s at {topic!r} for"
+                f" {ranks_text(absent)}: every rank of the group must make the same calls in the same"
+                " order; look at the logs of the missing rank"
+            )
+        return [self._store.get(key).decode() for key in keys]
+
+    def post(self, topic: str, text: str) -> list[str]:
+        """Say something on a topic without waiting for the others; returns all ranks' keys."""
+        meeting = self._store.add(f"thinwire/{topic}/count/{self.rank}", 1)
+        keys = [f"thinwire/{topic}/{meeting}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], text)
+        return keys
+
+    def report(self, text: str) -> None:
+        """Leave word of a failure here, for the others to find; the first word stands."""
+        if not self._reported:
+            self._reported = True
+            self._store.set(f"thinwire/failure/{self.rank}", text)
+
+    def reports(self, limit: timedelta) -> dict[int, str]:
+        """What the ranks that are still alive reported, by rank; waits up to `limit` for all of them."""
+        keys = [f"thinwire/failure/{rank}" for rank in range(self.size)]
+        absent = self._await(keys, limit)
+        present = [rank for rank in range(self.size) if rank not in absent]
+        return {rank: self._store.get(keys[rank]).decode() for rank in present}
+
+    def _await(self, keys: list[str], limit: timedelta) -> list[int]:
+        """Wait for all keys; the indices of those still missing at the end."""
+        deadline = time.monotonic() + limit.total_seconds()
+        poll = _FIRST_POLL
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return [index for index, key in enumerate(keys) if not self._store.check([key])]
+            time.sleep(poll)
+            poll = min(2 * poll, _LAST_POLL)
+        return []
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 2`, or `ranks 0, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

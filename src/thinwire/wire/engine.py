@@ -1,0 +1,161 @@
+"""Runs programs so that their collectives reach the wire in the static order.
+
+On CPU one wire thread does it, beside backward. On accelerators the same order runs inline, inside the
+hook, on a side stream: collectives there return at once and are ordered by the stream, so no thread is
+needed. (This project's CI has no accelerator: the inline path is tested on CPU, without the streams.)
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+
+from thinwire.errors import WireError
+from thinwire.wire.communicator import Communicator
+from thinwire.wire.meter import Meter, Stats, StepTrace
+from thinwire.wire.ops import Steps
+from thinwire.wire.track import Run, Step, Track
+
+_FIRST_POLL, _LAST_POLL = 0.0002, 0.01
+_JOIN_SECONDS = 5.0
+_CPU = torch.device("cpu")
+
+
+class Engine:
+    """Takes programs in the order of the buckets, returns futures of their results.
+
+    Programs of one step overlap; `submit(..., last=True)` ends the step. The thread starts with the first
+    program and ends with `close`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        device: torch.device = _CPU,
+        inline: bool | None = None,
+        history: int = 1000,
+    ) -> None:
+        self.step = 0
+        """The number of steps whose last program was submitted."""
+        self.meter = Meter(history)
+        self._communicator = communicator
+        self._inline = device.type != "cpu" if inline is None else inline
+        self._device = device
+        self._side_stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self._track = Track(communicator, self.meter, timed=device.type == "cpu")
+        self._inbox: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._open: Step | None = None
+        self._ended: Step | None = None
+        self._closed = False
+
+    def submit(self, program: Steps[torch.Tensor], *, label: str, last: bool) -> "torch.futures.Future[Any]":
+        """Start a program; `label` names it in errors, `last` ends the step."""
+        if self._closed:
+            raise WireError(f"{label} was submitted to a closed wire: its DDP model is gone")
+        if self._track.error is not None:
+            raise self._track.error
+        run = Run(program, label, last, self._current_step(), self._device)
+        if last:
+            self._ended, self._open = run.step, None
+            self.step += 1
+        if self._inline:
+            with self._beside_backward():
+                self._track.accept(run)
+        else:
+            self._start_thread()
+            self._inbox.put(run)
+        return run.future
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether a step was begun whose last program has not been submitted."""
+        return self._open is not None
+
+    def settle(self) -> None:
+        """Wait until the last step that was ended is done; raise what went wrong."""
+        if self._ended is not None:
+            self._ended.awaited_since = time.perf_counter()
+            self._ended.done.wait()
+            self._ended = None
+        if self._track.error is not None:
+            raise self._track.error
+
+    def stats(self) -> Stats:
+        """What has been sent so far."""
+        return self.meter.snapshot()
+
+    def close(self) -> None:
+        """Stop the thread and leave the process group; may be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put(None)
+        thread = self._thread
+        # The garbage collector calls this too, and may be running on the wire thread itself.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+            if thread.is_alive():  # inside a collective; leaving the group would wait for it as well
+                return
+        self._communicator.close()
+
+    def _current_step(self) -> Step:
+        if self._open is None:
+            communicator = self._communicator
+            self._open = Step(StepTrace(self.step, communicator.rank, communicator.size))
+        return self._open
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._track, self._inbox), name="thinwire", daemon=True
+            )
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def _beside_backward(self) -> Any:
+        """On an accelerator, order what follows after the gradients, on a stream of its own."""
+        if self._side_stream is None:
+            yield
+            return
+        streams = torch.get_device_module(self._device)
+        self._side_stream.wait_stream(streams.current_stream(self._device))
+        with streams.stream(self._side_stream):
+            yield
+
+
+def _serve(track: Track, inbox: "queue.SimpleQueue[Run | None]") -> None:
+    """The wire thread: it knows the track, never the engine or the model, so it keeps neither alive."""
+    with torch.no_grad():
+        while (run := _receive(track, inbox)) is not None:
+            track.accept(run)
+            del run
+
+
+def _receive(track: Track, inbox: "queue.SimpleQueue[Run | None]") -> Run | None:
+    """The next program; meanwhile note when collectives end.
+
+    (A completion callback would be exact, but it would run Python on the backend's threads, and those
+    abort the process if they complete while the interpreter shuts down.)
+    """
+    poll = _FIRST_POLL
+    while track.in_flight():
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=poll)
+        poll = min(2 * poll, _LAST_POLL)
+    if not track.mid_step:
+        return inbox.get()
+    limit = track.communicator.limit.total_seconds()
+    with contextlib.suppress(queue.Empty):
+        return inbox.get(timeout=limit)
+    track.fail(
+        WireError(
+            f"the step's last bucket did not come within {limit:g} s: backward was interrupted, or a"
+            " hook of yours passes only some buckets to thinwire; pass it all of them"
+        )
+    )
+    return inbox.get()

@@ -1,0 +1,154 @@
+"""What every step cost: bytes sent, time on the wire, time exposed.
+
+Bytes come from the tensors handed to each collective. Times are read off the host clock by the wire
+thread, without synchronising any device; on accelerators, where the host runs ahead, they are `None`.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from thinwire.wire.ops import Await, Collective
+
+
+@dataclass
+class OpRecord:
+    """One collective of one step, in the order in which it reached the wire."""
+
+    bucket: int
+    stage: int
+    kind: str
+    bytes_sent: int
+    issued: float
+    ended: float | None = None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One backward pass.
+
+    Attributes:
+        step: Counted from 0; accumulation steps under `no_sync` do not count.
+        ops: Every collective, in issue order: the same on every rank.
+        compute_seconds: Time spent in the programs themselves (encode, decode, matmuls).
+        wire_seconds: Time during which at least one collective was under way.
+        exposed_seconds: Time that backward spent waiting after its own work was done.
+    """
+
+    step: int
+    ops: tuple[OpRecord, ...]
+    compute_seconds: float | None
+    wire_seconds: float | None
+    exposed_seconds: float | None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank put on the network, headers aside."""
+        return sum(op.bytes_sent for op in self.ops)
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """The same, by kind of collective."""
+        by_kind: Counter[str] = Counter()
+        for op in self.ops:
+            by_kind[op.kind] += op.bytes_sent
+        return dict(by_kind)
+
+    @property
+    def order(self) -> tuple[tuple[int, int, str], ...]:
+        """(bucket, stage, kind) of every collective as it was issued."""
+        return tuple((op.bucket, op.stage, op.kind) for op in self.ops)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot: totals since attach, and the most recent steps.
+
+    >>> wire.stats().last.bytes_sent  # doctest: +SKIP
+    1048576
+    """
+
+    steps: int
+    bytes_sent: int
+    wire_seconds: float
+    exposed_seconds: float
+    compute_seconds: float
+    records: tuple[StepRecord, ...] = field(repr=False)
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The latest finished step, or None before the first."""
+        return self.records[-1] if self.records else None
+
+
+class StepTrace:
+    """Collects one step while it runs; written by the wire thread only."""
+
+    def __init__(self, step: int, rank: int, size: int) -> None:
+        self.step = step
+        self.compute_seconds = 0.0
+        self._rank = rank
+        self._size = size
+        self._ops: list[OpRecord] = []
+
+    def issued(self, bucket: int, stage: int, op: Collective | Await) -> OpRecord:
+        """Book a collective at the moment it goes out."""
+        sent = 0 if isinstance(op, Await) else op.bytes_sent(self._rank, self._size)
+        record = OpRecord(bucket, stage, type(op).__name__, sent, issued=time.perf_counter())
+        self._ops.append(record)
+        return record
+
+    def finish(self, exposed: float, *, timed: bool) -> StepRecord:
+        """The step as it will be remembered."""
+        return StepRecord(
+            step=self.step,
+            ops=tuple(self._ops),
+            compute_seconds=self.compute_seconds if timed else None,
+            wire_seconds=_covered(self._ops) if timed else None,
+            exposed_seconds=exposed if timed else None,
+        )
+
+
+class Meter:
+    """Remembers the latest steps in full and all of them in total."""
+
+    def __init__(self, history: int) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=history)
+        self._total = Stats(0, 0, 0.0, 0.0, 0.0, ())
+
+    def add(self, record: StepRecord) -> None:
+        """Take in a finished step."""
+        self._records.append(record)
+        total = self._total
+        self._total = Stats(
+            steps=total.steps + 1,
+            bytes_sent=total.bytes_sent + record.bytes_sent,
+            wire_seconds=total.wire_seconds + (record.wire_seconds or 0.0),
+            exposed_seconds=total.exposed_seconds + (record.exposed_seconds or 0.0),
+            compute_seconds=total.compute_seconds + (record.compute_seconds or 0.0),
+            records=(),
+        )
+
+    def snapshot(self) -> Stats:
+        """Totals and recent records, safe to keep."""
+        total = self._total
+        return Stats(
+            total.steps,
+            total.bytes_sent,
+            total.wire_seconds,
+            total.exposed_seconds,
+            total.compute_seconds,
+            tuple(self._records),
+        )
+
+
+def _covered(ops: Iterable[OpRecord]) -> float:
+    """Length of the union of the intervals in which collectives were under way."""
+    total, until = 0.0, 0.0
+    for op in sorted(ops, key=lambda op: op.issued):
+        ended = op.issued if op.ended is None else op.ended
+        if ended > until:
+            total += ended - max(op.issued, until)
+            until = ended
+    return total

@@ -1,0 +1,105 @@
+"""Runs a function on several real Gloo ranks and brings back what each returned.
+
+Ranks are processes forked from a server that has torch loaded already, so a test costs a fraction of a
+second. The parent hosts the store, as torchrun's agent does, so the store outlives any rank.
+"""
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "thinwire", "tests.harness"])
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seconds: float = 60,
+    group_timeout: float = 30,
+    dies: Collection[int] = (),
+) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on every rank; the results by rank.
+
+    Fails the test if a rank raises, dies (unless it is in `dies`) or takes longer than `seconds`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank_main, args=(function, rank, world_size, store.port, group_timeout, sender, args)
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(pipes, processes, time.monotonic() + seconds, set(dies))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _collect(pipes: list[Any], processes: list[Any], deadline: float, dies: set[int]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise AssertionError(f"rank {rank} hangs")
+        try:
+            fine, result = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            processes[rank].join()
+            assert rank in dies, f"rank {rank} died with exit code {processes[rank].exitcode}"
+            continue
+        assert fine, f"rank {rank} raised:\n{result}"
+        results[rank] = result
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, deadline - time.monotonic()))
+        code = process.exitcode
+        assert code == 0 or rank in dies, f"rank {rank} ended with exit code {code} after its work"
+    return results
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    group_timeout: float,
+    pipe: Any,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        limit = timedelta(seconds=group_timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        result = function(rank, world_size, *args)
+        gc.collect()
+        leaked = [thread.name for thread in threading.enumerate() if thread.name == "thinwire"]
+        assert not leaked, "a wire thread outlived its model"
+        dist.destroy_process_group()
+        message = (True, result)
+    except BaseException:
+        message = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(message))
+    pipe.close()
