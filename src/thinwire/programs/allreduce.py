@@ -18,7 +18,7 @@ class Exact:
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Divide first: the sum cannot overflow sooner than the mean."""
-        mean = yield AllReduce(bucket.buffer.div_(bucket.world_size))
+        mean = yield AllReduce(bucket.buffer.mul_(1 / bucket.world_size))
         return Outcome(mean)
 
 
@@ -36,7 +36,7 @@ class Reduced:
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-reduce, decode into the bucket's own buffer."""
-        (encoded,) = self.codec.encode(bucket.buffer.div_(bucket.world_size))
+        (encoded,) = self.codec.encode(bucket.buffer.mul_(1 / bucket.world_size))
         total = yield AllReduce(encoded)
         return Outcome(self.codec.decode((total,), into=bucket.buffer))
 

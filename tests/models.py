@@ -1,0 +1,96 @@
+"""Small models and programs that several tests use."""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire import AllGather, AllReduce, AllToAll, Bucket, Memory, Outcome, Steps
+
+
+def mlp(width: int = 24, layers: int = 6, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(width, width), nn.Tanh())))
+
+
+def batch(rank: int, step: int, width: int = 24, rows: int = 4) -> torch.Tensor:
+    """Different data on every rank and step, the same in every run."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def flat_gradients(model: nn.Module) -> torch.Tensor:
+    parts = [
+        torch.view_as_real(p.grad).flatten() if p.grad.is_complex() else p.grad.flatten().float()
+        for p in model.parameters()
+        if p.grad is not None
+    ]
+    return torch.cat(parts)
+
+
+def flat_parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An exact mean that takes 1 to 4 collectives, by bucket, sleeping at random on its way."""
+
+    seed: int = 0
+    longest_sleep: float = 0.0
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        for name, view in bucket.views().items():
+            memory.slot(name, "steps", lambda: torch.zeros(1)).add_(1)
+            memory.slot(name, "shape", lambda view=view: torch.zeros(view.shape))  # type: ignore[misc]
+        stages = 1 + bucket.index % 4
+        probe = torch.full((bucket.world_size, 3), float(bucket.rank))
+        if stages >= 2:
+            self._sleep(bucket)
+            gathered = yield AllGather(probe)
+            assert gathered[:, 0, 0].tolist() == list(range(bucket.world_size))
+        if stages >= 3:
+            self._sleep(bucket)
+            received = yield AllToAll(probe)
+            assert received[:, 0].tolist() == list(range(bucket.world_size))
+        if stages >= 4:
+            total = yield AllReduce(probe)
+            assert total[0, 0] == sum(range(bucket.world_size))
+        self._sleep(bucket)
+        mean = yield AllReduce(bucket.buffer / bucket.world_size)
+        self._sleep(bucket)
+        return Outcome(mean)
+
+    def _sleep(self, bucket: Bucket) -> None:
+        if self.longest_sleep:
+            time.sleep(
+                random.Random(f"{self.seed}{bucket.rank}{time.time_ns()}").random() ** 4 * self.longest_sleep
+            )
+
+
+class _SyncStatistics(torch.autograd.Function):
+    """All-reduces in forward and in backward, on the user's own group, as SyncBatchNorm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        mean = gradient.mean(0)
+        dist.all_reduce(mean)
+        return gradient - mean / dist.get_world_size()
+
+
+class SyncCenter(nn.Module):
+    """torch's SyncBatchNorm refuses CPU tensors; this has its communication pattern."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _SyncStatistics.apply(x)  # type: ignore[no-untyped-call]
+        return result

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import Memory, StateError
+
+anything = st.recursive(
+    st.none() | st.integers() | st.text() | st.just(torch.zeros(1)),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def remembering(value: float) -> Memory:
+    memory = Memory()
+    memory.slot("w", "residual", lambda: torch.full((2,), value))
+    return memory
+
+
+def test_a_state_goes_from_one_memory_to_another_by_value() -> None:
+    source, target = remembering(1), remembering(2)
+    target.load_state_dict(source.state_dict(), names={"w"})
+    source.slot("w", "residual", lambda: torch.zeros(2)).zero_()
+    assert target.slot("w", "residual", lambda: torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_parameters_of_another_model_are_refused_by_name() -> None:
+    target = remembering(2)
+    with pytest.raises(StateError, match="parameters that this model has not: w"):
+        target.load_state_dict(remembering(1).state_dict(), names={"other"})
+    assert target.slot("w", "residual", lambda: torch.zeros(2)).tolist() == [2, 2]
+
+
+@given(anything | st.dictionaries(st.just("w"), anything))
+def test_whatever_is_loaded_either_fits_or_changes_nothing(state: object) -> None:
+    target = remembering(2)
+    try:
+        target.load_state_dict(state, names={"w"})
+    except StateError:
+        assert target.state_dict()["w"]["residual"].tolist() == [2, 2]
+    else:
+        assert target.state_dict().keys() <= {"w"}

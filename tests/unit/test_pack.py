@@ -1,0 +1,26 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.wire.pack import pack, unpack
+
+shapes = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6)
+
+
+@given(shapes)
+def test_unpack_undoes_pack(shapes: list[list[int]]) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    for before, after in zip(tensors, unpack(pack(tensors), shapes), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_unpack_gives_views() -> None:
+    flat = torch.zeros(4)
+    unpack(flat, [(2,), (1, 2)])[1].fill_(1)
+    assert flat.tolist() == [0, 0, 1, 1]
+
+
+def test_shapes_must_cover_the_buffer() -> None:
+    with pytest.raises(RuntimeError):
+        unpack(torch.zeros(4), [(2,)])
