@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,9 +20,6 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
-
-soak: $(READY)
-	THINWIRE_CHAOS_SECONDS=1200 $(BIN)/pytest tests/ranks/test_chaos.py --timeout 1800
 
 # Reinstalled only when what it installs changes.
 $(READY): pyproject.toml constraints.txt

@@ -95,7 +95,7 @@ def _rank_main(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         result = function(rank, world_size, *args)
         gc.collect()
-        leaked = [thread.name for thread in threading.enumerate() if thread.name == "thinwire"]
+        leaked = [thread.name for thread in threading.enumerate() if "thinwire" in thread.name]
         assert not leaked, "a wire thread outlived its model"
         dist.destroy_process_group()
         message = (True, result)

@@ -39,7 +39,6 @@ def flat_parameters(model: nn.Module) -> torch.Tensor:
 class Staged:
     """An exact mean that takes 1 to 4 collectives, by bucket, sleeping at random on its way."""
 
-    seed: int = 0
     longest_sleep: float = 0.0
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
@@ -60,15 +59,13 @@ class Staged:
             total = yield AllReduce(probe)
             assert total[0, 0] == sum(range(bucket.world_size))
         self._sleep(bucket)
-        mean = yield AllReduce(bucket.buffer / bucket.world_size)
+        mean = yield AllReduce(bucket.buffer * (1 / bucket.world_size))
         self._sleep(bucket)
         return Outcome(mean)
 
     def _sleep(self, bucket: Bucket) -> None:
         if self.longest_sleep:
-            time.sleep(
-                random.Random(f"{self.seed}{bucket.rank}{time.time_ns()}").random() ** 4 * self.longest_sleep
-            )
+            time.sleep(random.random() ** 4 * self.longest_sleep)
 
 
 class _SyncStatistics(torch.autograd.Function):

@@ -70,16 +70,22 @@ class Bridge:
                 f"the hook was called with a {type(bucket).__name__}: compiled autograd's Python reducer"
                 " has no buckets; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
             )
-        parameters = bucket.parameters()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
         return Bucket(
             index=bucket.index(),
-            buffer=bucket.buffer(),
+            buffer=buffer,
             names=tuple(self.names[id(parameter)] for parameter in parameters),
-            shapes=tuple(parameter.shape for parameter in parameters),
+            shapes=tuple(_shape_in(buffer, parameter) for parameter in parameters),
             rank=self.communicator.rank,
             world_size=self.communicator.size,
             step=self.engine.step,
         )
+
+
+def _shape_in(buffer: torch.Tensor, parameter: torch.Tensor) -> torch.Size:
+    """DDP lays complex gradients out as pairs of real numbers."""
+    pairs = parameter.is_complex() and not buffer.is_complex()
+    return torch.Size((*parameter.shape, 2)) if pairs else parameter.shape
 
 
 def _checked(program: Program, bucket: Bucket, memory: Memory) -> Steps[torch.Tensor]:

@@ -28,7 +28,7 @@ class Bucket:
         index: DDP's number for it; buckets may be rebuilt, so never name state by it.
         buffer: The gradients, one after another. A program may overwrite it.
         names: The parameters' names in the model.
-        shapes: Their shapes, in the same order.
+        shapes: Their shapes, in the same order; complex ones end in a dimension of 2, real and imaginary.
         rank: This rank, in the group that is averaged over.
         world_size: The size of that group.
         step: Counts the steps that communicated, from 0.

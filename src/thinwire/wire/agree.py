@@ -20,7 +20,7 @@ class Meeting:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        self._store = distributed_c10d._get_process_group_store(group)
+        self.store = distributed_c10d._get_process_group_store(group)
         self._reported = False
 
     def gather(self, topic: str, text: str, limit: timedelta) -> list[str]:
@@ -37,35 +37,39 @@ class Meeting:
                 f" {ranks_text(absent)}: every rank of the group must make the same calls in the same"
                 " order; look at the logs of the missing rank"
             )
-        return [self._store.get(key).decode() for key in keys]
+        return [self.store.get(key).decode() for key in keys]
 
     def post(self, topic: str, text: str) -> list[str]:
         """Say something on a topic without waiting for the others; returns all ranks' keys."""
-        meeting = self._store.add(f"thinwire/{topic}/count/{self.rank}", 1)
-        keys = [f"thinwire/{topic}/{meeting}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], text)
+        occasion = self.count(topic)
+        keys = [f"thinwire/{topic}/{occasion}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], text)
         return keys
+
+    def count(self, topic: str) -> int:
+        """How often this rank has come to a topic, this time included, in the life of the store."""
+        return int(self.store.add(f"thinwire/{topic}/count/{self.rank}", 1))
 
     def report(self, text: str) -> None:
         """Leave word of a failure here, for the others to find; the first word stands."""
         if not self._reported:
             self._reported = True
-            self._store.set(f"thinwire/failure/{self.rank}", text)
+            self.store.set(f"thinwire/failure/{self.rank}", text)
 
     def reports(self, limit: timedelta) -> dict[int, str]:
         """What the ranks that are still alive reported, by rank; waits up to `limit` for all of them."""
         keys = [f"thinwire/failure/{rank}" for rank in range(self.size)]
         absent = self._await(keys, limit)
         present = [rank for rank in range(self.size) if rank not in absent]
-        return {rank: self._store.get(keys[rank]).decode() for rank in present}
+        return {rank: self.store.get(keys[rank]).decode() for rank in present}
 
     def _await(self, keys: list[str], limit: timedelta) -> list[int]:
         """Wait for all keys; the indices of those still missing at the end."""
         deadline = time.monotonic() + limit.total_seconds()
         poll = _FIRST_POLL
-        while not self._store.check(keys):
+        while not self.store.check(keys):
             if time.monotonic() > deadline:
-                return [index for index, key in enumerate(keys) if not self._store.check([key])]
+                return [index for index, key in enumerate(keys) if not self.store.check([key])]
             time.sleep(poll)
             poll = min(2 * poll, _LAST_POLL)
         return []

@@ -60,14 +60,7 @@ class Communicator:
         """Make the process group; the second call does nothing."""
         if self.size == 1 or self._group is not None:
             return
-        backend = dist.get_backend(self._parent)
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(self._parent),
-            timeout=self.limit,
-            backend=dist.get_backend_config(self._parent) if backend == dist.Backend.UNDEFINED else backend,
-            use_local_synchronization=True,
-            group_desc="thinwire",
-        )
+        self._group = _new_group(self._parent, self.meeting, self.limit)
         self.meeting = Meeting(self._group)
 
     def close(self) -> None:
@@ -124,6 +117,31 @@ class Communicator:
         rows = torch.empty_like(original)
         work = dist.all_to_all_single(_as(tensor, rows), tensor, group=group, async_op=True)
         return _PendingWork(work, rows, lambda: torch.sum(rows, 0, dtype=rows.dtype, out=own))
+
+
+def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) -> dist.ProcessGroup:
+    """A process group over the ranks of `parent`, with no other rank's help.
+
+    `dist.new_group` needs every rank of the world, or with `use_local_synchronization` takes its name from
+    the number of groups alive in this process: ranks that drop a model at different times, or that belong
+    to different numbers of subgroups, then wait for each other under different names, and a name used again
+    meets the old group's addresses in the store. So the name is ours: it counts the groups made over
+    `parent` in the life of its store.
+    """
+    ranks = dist.get_process_group_ranks(parent)
+    backend = dist.get_backend(parent)
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        parent.rank(),
+        ranks,
+        dist.get_backend_config(parent) if backend == dist.Backend.UNDEFINED else backend,
+        meeting.store,
+        distributed_c10d.GroupName(f"{parent.group_name}_thinwire_{meeting.count('group')}"),
+        timeout=limit,
+        group_desc="thinwire",
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 class _PendingWork:

@@ -57,8 +57,7 @@ class Engine:
         """Start a program; `label` names it in errors, `last` ends the step."""
         if self._closed:
             raise WireError(f"{label} was submitted to a closed wire: its DDP model is gone")
-        if self._track.error is not None:
-            raise self._track.error
+        self._track.raise_error()
         run = Run(program, label, last, self._current_step(), self._device)
         if last:
             self._ended, self._open = run.step, None
@@ -82,8 +81,7 @@ class Engine:
             self._ended.awaited_since = time.perf_counter()
             self._ended.done.wait()
             self._ended = None
-        if self._track.error is not None:
-            raise self._track.error
+        self._track.raise_error()
 
     def stats(self) -> Stats:
         """What has been sent so far."""
@@ -101,6 +99,7 @@ class Engine:
             thread.join(_JOIN_SECONDS)
             if thread.is_alive():  # inside a collective; leaving the group would wait for it as well
                 return
+        self._track.join(_JOIN_SECONDS)
         self._communicator.close()
 
     def _current_step(self) -> Step:

@@ -56,6 +56,15 @@ class Run:
         self._promise.set_result(value)
 
 
+class _Lost(Exception):
+    """A collective ended badly: the peer, or the network between, is gone."""
+
+    def __init__(self, run: Run, waited: float, reason: str) -> None:
+        super().__init__(reason)
+        self.run = run
+        self.waited = waited
+
+
 class Track:
     """Moves runs forward; never raises.
 
@@ -69,6 +78,16 @@ class Track:
         self._meter = meter
         self._timed = timed
         self._step: Step | None = None
+        self._hanging_up: threading.Thread | None = None
+
+    def raise_error(self) -> None:
+        """Raise what took the wire down, if anything did.
+
+        Each time anew: an exception remembers the frames it passed through, and those know the model, so
+        one that is kept and raised again would keep the model alive.
+        """
+        if self.error is not None:
+            raise type(self.error)(*self.error.args) from self.error.__cause__
 
     @property
     def mid_step(self) -> bool:
@@ -83,11 +102,12 @@ class Track:
         if run.last:
             step.agenda.close()
         try:
-            if self.error is not None:
-                raise self.error
+            self.raise_error()
             self._advance(step)
         except ThinwireError as error:
             self.fail(error)
+        except _Lost as lost:
+            self.fail(self._explain(lost, step))
         except Exception as error:
             self.fail(WireError(f"{run.label}: {type(error).__name__}: {error}"))
         else:
@@ -107,7 +127,7 @@ class Track:
 
     def fail(self, error: ThinwireError) -> None:
         """Give every program of the step the error, tell the other ranks, and hang up."""
-        first, self.error = self.error is None, error
+        first, self.error = self.error is None, error.with_traceback(None)
         step, self._step = self._step, None
         if first:
             self._report(f"failed: {error}")
@@ -117,8 +137,12 @@ class Track:
                 run.resolve(error)
         if step:
             step.done.set()
-        if first:
-            self.communicator.close()
+        self._hang_up()
+
+    def join(self, seconds: float) -> None:
+        """After a failure, give the process group some time to close."""
+        if self._hanging_up is not None:
+            self._hanging_up.join(seconds)
 
     def _advance(self, step: Step) -> None:
         while (turn := step.agenda.next()) is not None:
@@ -133,13 +157,16 @@ class Track:
         """What the run's last collective delivered; None before its first."""
         if run.pending is None or run.record is None:
             return None
-        started = time.perf_counter()
+        started, reason = time.perf_counter(), ""
         try:
             received = run.pending.wait()
         except RuntimeError as error:
-            raise self._broken(run, time.perf_counter() - started, error) from error
+            reason = str(error).splitlines()[0]
+        ended = time.perf_counter()
+        if reason:  # raised out here, so that no traceback holds on to the collective
+            raise _Lost(run, ended - started, reason)
         if run.record.ended is None:
-            run.record.ended = time.perf_counter()
+            run.record.ended = ended
         return received
 
     def _resume(self, run: Run, received: Any, stage: int) -> Collective | Await | None:
@@ -178,17 +205,30 @@ class Track:
         self._step = None
         step.done.set()
 
-    def _broken(self, run: Run, waited: float, cause: RuntimeError) -> WireError:
+    def _explain(self, lost: _Lost, step: Step) -> WireError:
         """The error for a collective that failed, naming the ranks that may have caused it."""
-        rank, stage = self.communicator.rank, run.record.stage if run.record else 0
-        where = f"step {run.step.trace.step}, {run.label}, stage {stage}"
+        run = lost.run
+        where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
         self._report(f"waited for {run.carries} at {where}")
-        reason = str(cause).splitlines()[0]
+        for other in step.runs:  # collectives hold the connections open
+            other.pending = None
+        self._hang_up()
         return WireError(
-            f"rank {rank} waited {waited:.1f} s for {run.carries} at {where}, and it failed."
-            f" {self._roll_call()} The backend said: {reason}."
+            f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {run.carries} at {where}, and it"
+            f" failed. {self._roll_call()} The backend said: {lost}"
             " The job cannot go on: restart it from its last checkpoint."
         )
+
+    def _hang_up(self) -> None:
+        """Close our connections, so that ranks which still wait for us learn of it at once.
+
+        On a thread of its own: the backend closes only after collectives still under way have ended.
+        """
+        if self._hanging_up is None:
+            self._hanging_up = threading.Thread(
+                target=self.communicator.close, name="thinwire hanging up", daemon=True
+            )
+            self._hanging_up.start()
 
     def _report(self, text: str) -> None:
         try:

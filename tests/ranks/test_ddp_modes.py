@@ -1,0 +1,261 @@
+"""Whatever DDP can do, it does the same with a wire: bit by bit what plain DDP computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.harness import run_ranks
+from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
+
+WIDTH = 24
+TINY_BUCKETS = 0.002  # MB: one or two tensors each
+
+
+def train(
+    ddp: DDP, rank: int, steps: int = 6, make: Callable[[int, int], torch.Tensor] = batch
+) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(make(rank, step)).abs().square().mean().backward()
+        gradients.append(flat_gradients(ddp.module))
+        optimizer.step()
+    return gradients
+
+
+def both_ways(rank: int, build: Callable[[], nn.Module], program: Any = None, **options: Any) -> int:
+    """Train with plain DDP and with a wire; the gradients must be equal in every bit. Returns buckets."""
+    plain = train(DDP(build(), **options), rank)
+    wired = DDP(build(), **options)
+    wire = thinwire.attach(wired, program or thinwire.Exact())
+    for step, (expected, got) in enumerate(zip(plain, train(wired, rank), strict=True)):
+        assert torch.equal(expected, got), (
+            f"step {step} of {options} differs by {(expected - got).abs().max()}"
+        )
+    last = wire.stats().last
+    return len(last.ops) if last else 0
+
+
+def modes(rank: int, world_size: int) -> None:
+    both_ways(rank, mlp)
+    assert both_ways(rank, mlp, bucket_cap_mb=TINY_BUCKETS) > 5
+    for as_view in (True, False):
+        tiny = {"bucket_cap_mb": TINY_BUCKETS, "gradient_as_bucket_view": as_view}
+        both_ways(rank, mlp, **tiny)
+        both_ways(rank, mlp, static_graph=True, **tiny)
+        both_ways(rank, mlp, find_unused_parameters=True, **tiny)
+        both_ways(rank, mlp, program=Staged(), **tiny)
+        both_ways(rank, mlp, program=Staged(), static_graph=True, **tiny)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_modes(world_size: int) -> None:
+    run_ranks(modes, world_size)
+
+
+class Branching(nn.Module):
+    """Each rank uses another branch; the third is used by nobody."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.branches[self.rank % 2](x))
+        return result
+
+
+def unused(rank: int, world_size: int) -> None:
+    for as_view in (True, False):
+        for program in (thinwire.Exact(), Staged()):
+            both_ways(
+                rank,
+                lambda: Branching(rank),
+                program=program,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=as_view,
+                bucket_cap_mb=TINY_BUCKETS,
+            )
+
+
+def test_unused_parameters_that_differ_by_rank() -> None:
+    run_ranks(unused, 2)
+
+
+def accumulation(rank: int, world_size: int, program: thinwire.Program) -> None:
+    plain, wired = (DDP(mlp(), bucket_cap_mb=TINY_BUCKETS) for _ in range(2))
+    wire = thinwire.attach(wired, program)
+    for ddp in (plain, wired):
+        for step in range(6):
+            if step % 3 != 2:
+                with ddp.no_sync():
+                    ddp(batch(rank, step)).square().mean().backward()
+            else:
+                ddp(batch(rank, step)).square().mean().backward()
+    assert torch.equal(flat_gradients(plain.module), flat_gradients(wired.module))
+    assert wire.step == wire.stats().steps == 2
+
+
+@pytest.mark.parametrize("program", [thinwire.Exact(), Staged()])
+def test_accumulation_under_no_sync_does_not_communicate(program: thinwire.Program) -> None:
+    run_ranks(accumulation, 2, program)
+
+
+def uneven(rank: int, world_size: int, program: thinwire.Program) -> torch.Tensor:
+    final = []
+    for attached in (False, True):
+        ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+        if attached:
+            thinwire.attach(ddp, program)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with Join([ddp]):
+            for step in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+        final.append(flat_parameters(ddp.module))
+    assert torch.equal(*final)
+    return final[1]
+
+
+@pytest.mark.parametrize("program", [thinwire.Exact(), Staged()])
+def test_uneven_inputs_with_join(program: thinwire.Program) -> None:
+    results = run_ranks(uneven, 3, program)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def two_models(rank: int, world_size: int) -> None:
+    """Both in one loss, so that their buckets come interleaved."""
+
+    def run(attached: bool) -> list[torch.Tensor]:
+        models = [DDP(mlp(seed=seed), bucket_cap_mb=TINY_BUCKETS) for seed in (1, 2)]
+        wires = [thinwire.attach(model, Staged()) for model in models] if attached else []
+        for step in range(4):
+            outputs = [model(batch(rank, step)) for model in models]
+            (outputs[0] * outputs[1]).sum().backward()
+        assert all(wire.step == 4 for wire in wires)
+        return [flat_gradients(model.module) for model in models]
+
+    for expected, got in zip(run(False), run(True), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_two_models_in_one_process() -> None:
+    run_ranks(two_models, 2)
+
+
+class Odd(nn.Module):
+    """Parameters of one element, of none, of no dimension, and complex ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+        self.one = nn.Parameter(torch.randn(1, dtype=dtype))
+        self.scalar = nn.Parameter(torch.randn((), dtype=dtype))
+        self.nothing = nn.Parameter(torch.empty(0, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = x.to(self.weight.dtype) * self.weight * self.one * self.scalar
+        return product + self.nothing.sum()
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+
+
+def dtypes(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        for program in (thinwire.Exact(), Staged()):
+            both_ways(rank, lambda dtype=dtype: Odd(dtype), program=program, bucket_cap_mb=1e-5)
+        for program in (thinwire.FP16(), thinwire.BF16()):
+            ddp = DDP(Odd(dtype), bucket_cap_mb=1e-5)
+            thinwire.attach(ddp, program)
+            exact = train(DDP(Odd(dtype), bucket_cap_mb=1e-5), rank, steps=1)[0]
+            torch.testing.assert_close(train(ddp, rank, steps=1)[0], exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dtypes_and_odd_parameters(world_size: int) -> None:
+    run_ranks(dtypes, world_size)
+
+
+class Empty(nn.Module):
+    """Its second bucket holds nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.nothing.sum().float()
+
+
+def empty_bucket(rank: int, world_size: int) -> None:
+    for program in (thinwire.Exact(), thinwire.BF16(), Staged()):
+        ddp = DDP(Empty())
+        wire = thinwire.attach(ddp, program)
+        train(ddp, rank, steps=3)
+        last = wire.stats().last
+        assert last is not None
+        assert {op.bucket for op in last.ops} == {0, 1}
+
+
+def test_an_empty_bucket() -> None:
+    run_ranks(empty_bucket, 2)
+
+
+def channels_last(rank: int, world_size: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        return model.to(memory_format=torch.channels_last)
+
+    def images(rank: int, step: int) -> torch.Tensor:
+        return batch(rank, step, width=3 * 8 * 8).view(-1, 3, 8, 8).to(memory_format=torch.channels_last)
+
+    plain, wired = DDP(build()), DDP(build())
+    thinwire.attach(wired, Staged())
+    for expected, got in zip(train(plain, rank, make=images), train(wired, rank, make=images), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_channels_last_parameters() -> None:
+    run_ranks(channels_last, 2)
+
+
+def checkpointed(rank: int, world_size: int) -> None:
+    """Reentrant checkpoints run backward inside backward, so a bucket may fill in a nested one."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([mlp(layers=2, seed=seed) for seed in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+            return x
+
+    def inputs(rank: int, step: int) -> torch.Tensor:
+        return batch(rank, step).requires_grad_()
+
+    plain, wired = (DDP(Net(), bucket_cap_mb=TINY_BUCKETS, static_graph=True) for _ in range(2))
+    thinwire.attach(wired, Staged())
+    for expected, got in zip(train(plain, rank, make=inputs), train(wired, rank, make=inputs), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_reentrant_checkpointing() -> None:
+    run_ranks(checkpointed, 2)

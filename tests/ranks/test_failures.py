@@ -1,0 +1,191 @@
+"""A lost or different rank is an error on the others, in time: never a hang, never an abort."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.harness import run_ranks
+from tests.models import Staged, batch, mlp
+from thinwire import AllReduce, Bucket, Memory, Outcome, Steps
+from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
+
+LIMIT = 6.0
+
+
+def train_until_error(rank: int, ddp: DDP) -> tuple[str, str, float]:
+    """The error's type and text, and how long it took to come in its step."""
+    started = time.monotonic()
+    try:
+        for step in range(100):
+            started = time.monotonic()
+            ddp(batch(rank, step)).square().mean().backward()
+    except thinwire.ThinwireError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError("no error came")
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """At step 3, halfway through the buckets, something happens on one rank."""
+
+    what: str
+    victim: int
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        if bucket.step == 3 and bucket.index == 4 and bucket.rank == self.victim:
+            if self.what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "stalled":
+                time.sleep(3 * LIMIT)
+            elif self.what == "buggy":
+                raise ZeroDivisionError("a bug on one rank")
+        return (yield from Staged()(bucket, memory))
+
+
+def struck(rank: int, world_size: int, what: str, victim: int) -> Any:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    thinwire.attach(ddp, Fatal(what, victim), timeout=LIMIT)
+    return train_until_error(rank, ddp)
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 3)])
+def test_a_killed_rank_is_named_by_the_others(world_size: int, victim: int) -> None:
+    results = run_ranks(struck, world_size, "killed", victim, dies={victim})
+    for rank, result in enumerate(results):
+        if rank != victim:
+            kind, text, seconds = result
+            assert kind == "WireError"
+            assert f"No word from rank {victim}:" in text
+            assert "step 3" in text
+            assert "bucket" in text
+            assert seconds < LIMIT + 5
+
+
+def test_a_stalled_rank_is_named_within_the_limit() -> None:
+    results = run_ranks(struck, 3, "stalled", 2)
+    for kind, text, seconds in results[:2]:
+        assert kind == "WireError"
+        assert "No word from rank 2:" in text
+        assert seconds < LIMIT + 5
+    assert results[2][0] in ("WireError", "ProgramError")  # when it wakes up, the wire is down for it too
+
+
+def test_a_bug_on_one_rank_reaches_the_others_as_its_words() -> None:
+    results = run_ranks(struck, 3, "buggy", 1)
+    assert results[1][0] == "ProgramError"
+    assert "ZeroDivisionError: a bug on one rank" in results[1][1]
+    for kind, text, seconds in (results[0], results[2]):
+        assert kind == "WireError"
+        assert "Rank 1 failed: the program failed on" in text
+        assert "a bug on one rank" in text
+        assert seconds < 5
+
+
+def absent_at_attach(rank: int, world_size: int) -> tuple[str, str]:
+    ddp = DDP(mlp())
+    if rank == 1:
+        time.sleep(3)
+        return "", ""
+    try:
+        thinwire.attach(ddp, thinwire.Exact(), timeout=1.0)
+    except thinwire.ThinwireError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("no error came")
+
+
+def test_a_rank_that_does_not_attach_is_named() -> None:
+    for kind, text in run_ranks(absent_at_attach, 3)[::2]:
+        assert kind == "WireError"
+        assert "waited 1 s at 'attach' for rank 1" in text
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """Returns a mean that is one element short."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        mean = yield AllReduce(bucket.buffer)
+        return Outcome(mean[:-1])
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Returns a tensor where an outcome is due."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Any:
+        mean = yield AllReduce(bucket.buffer)
+        return mean
+
+
+@dataclass(frozen=True)
+class Babbling:
+    """Yields something that is no collective."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Any:
+        yield "hello"
+
+
+@dataclass(frozen=True)
+class Unsummable:
+    """All-reduces a type that nothing can sum."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        yield AllReduce(bucket.buffer.to(torch.float8_e4m3fn))
+        return Outcome(bucket.buffer)
+
+
+def wrong(rank: int, world_size: int, program: Any) -> tuple[str, str, bool]:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    thinwire.attach(ddp, program)
+    kind, text, _ = train_until_error(rank, ddp)
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, ddp.parameters(), strict=True))
+    return kind, text, unchanged
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (Shrinking(), "returned a mean of shape"),
+        (Bare(), "returned a Tensor for bucket 0"),
+        (Babbling(), "yielded 'hello'"),
+        (Unsummable(), "cannot be summed"),
+    ],
+)
+def test_a_program_that_breaks_the_rules_is_named_on_every_rank(program: Any, said: str) -> None:
+    for kind, text, unchanged in run_ranks(wrong, 2, program):
+        assert kind == "ProgramError"
+        assert said in text
+        assert unchanged
+
+
+def some_buckets_only(rank: int, world_size: int) -> tuple[str, str, float]:
+    def picky(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        return allreduce_hook(state, bucket)
+
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    ddp.register_comm_hook(None, picky)
+    started = time.monotonic()
+    try:
+        for step in range(3):
+            ddp(batch(rank, step)).square().mean().backward()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError("no error came")
+
+
+def test_a_hook_that_passes_only_some_buckets_is_told_so() -> None:
+    for _, text, _ in run_ranks(some_buckets_only, 2, group_timeout=3):
+        assert "the step's last bucket did not come within 3 s" in text
