@@ -19,7 +19,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.overhead
 
 # Reinstalled only when what it installs changes.
 $(READY): pyproject.toml constraints.txt

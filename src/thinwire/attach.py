@@ -177,7 +177,7 @@ class Wire:
         replica = managed_parameters(ddp)
         own = fingerprints(replica.values())
         check = compare_replicas(list(replica), own, engine.step)
-        engine.submit(check, label="the comparison of replicas", last=False)
+        engine.submit(check, label="the comparison of replicas", last=False, instead=own)
 
     def __reduce__(self) -> str:
         raise AttachError(

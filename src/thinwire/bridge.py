@@ -25,6 +25,7 @@ from thinwire.wire.ops import Steps
 
 _ATTACH = "attach"
 _IN_FULL = " in full"
+_REFUSED = "refused"
 _SHOWN_DIFFERENCES = 5
 
 
@@ -55,21 +56,25 @@ class Bridge:
         self, program: Program, grad_bucket: dist.GradBucket, memory: Memory
     ) -> "torch.futures.Future[torch.Tensor]":
         """Start the program on a bucket; the future holds what DDP shall write to the gradients."""
+        check_bucket(grad_bucket)
         bucket = self._describe(grad_bucket)
         last = grad_bucket.is_last()
-        future = self.engine.submit(_checked(program, bucket, memory), label=str(bucket), last=last)
-        # Queued ahead of DDP's own final callback, which would wait without a limit and lose the
-        # exception's type. Joined ranks (uneven inputs) call hooks outside of any backward.
+        steps = _checked(program, bucket, memory)
+        future = self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
+        # Joined ranks (uneven inputs) call hooks outside of any backward: they learn of errors by futures.
         if last and torch._C._current_graph_task_id() != -1:
-            Variable._execution_engine.queue_callback(self.engine.settle)
+            Variable._execution_engine.queue_callback(self._before_ddp_finishes)
         return future
 
+    def _before_ddp_finishes(self) -> None:
+        """Runs ahead of DDP's own final callback, in which it waits and copies bucket after bucket.
+
+        What went wrong is raised after that one: DDP would lose the exception's type.
+        """
+        self.engine.guard()
+        Variable._execution_engine.queue_callback(self.engine.settle)
+
     def _describe(self, bucket: dist.GradBucket) -> Bucket:
-        if not isinstance(bucket, dist.GradBucket):
-            raise UnavailableError(
-                f"the hook was called with a {type(bucket).__name__}: compiled autograd's Python reducer"
-                " has no buckets; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
-            )
         parameters, buffer = bucket.parameters(), bucket.buffer()
         return Bucket(
             index=bucket.index(),
@@ -79,6 +84,15 @@ class Bridge:
             rank=self.communicator.rank,
             world_size=self.communicator.size,
             step=self.engine.step,
+        )
+
+
+def check_bucket(bucket: object) -> None:
+    """Refuse what compiled autograd hands to hooks."""
+    if not isinstance(bucket, dist.GradBucket):
+        raise UnavailableError(
+            f"the hook was called with a {type(bucket).__name__}: compiled autograd's Python reducer has no"
+            " buckets; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
         )
 
 
@@ -139,6 +153,11 @@ def agree_on(set_up: dict[str, str], meeting: Meeting, limit: timedelta, topic: 
     if len(set(digests)) == 1:
         return
     set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
+    refusals = [
+        f"rank {rank} refused: {each[_REFUSED]}" for rank, each in enumerate(set_ups) if _REFUSED in each
+    ]
+    if refusals:
+        raise MismatchError("; ".join(refusals))
     differences = _differences(set_ups) or ["the order of parameters"]
     shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
     more = len(differences) - _SHOWN_DIFFERENCES
@@ -151,7 +170,7 @@ def agree_on(set_up: dict[str, str], meeting: Meeting, limit: timedelta, topic: 
 
 def decline(reason: str, meeting: Meeting) -> None:
     """Instead of agreeing: leave word, so that the other ranks raise at once rather than wait."""
-    text = json.dumps({"attach": f"refused ({reason})"})
+    text = json.dumps({_REFUSED: reason})
     meeting.post(_ATTACH, text)
     meeting.post(_ATTACH + _IN_FULL, text)
 

@@ -91,7 +91,7 @@ def torch_powersgd_run(rank: int, world_size: int) -> torch.Tensor:
 def test_torch_races_where_we_do_not() -> None:
     """Why the engine exists: torch issues collectives from callbacks, so many buckets end badly."""
     try:
-        results = run_ranks(torch_powersgd_run, 2, seconds=15, group_timeout=5)
+        results = run_ranks(torch_powersgd_run, 2, seconds=10, group_timeout=4)
     except AssertionError as outcome:
         assert any(word in str(outcome) for word in ("hangs", "died", "raised"))  # noqa: PT017
     else:

@@ -49,6 +49,7 @@ class Echo:
 
     def __init__(self, limit: float = 30, delay: float = 0.001) -> None:
         self.limit = timedelta(seconds=limit)
+        self.roll_call = timedelta(0)
         self.meeting = Meeting()
         self.closed = False
         self.answer: Exception | None = None
@@ -68,6 +69,10 @@ def staged(stages: int) -> Steps[torch.Tensor]:
     return torch.tensor(float(stages))
 
 
+def submit(engine: Engine, program: Steps[torch.Tensor], *, label: str, last: bool) -> Any:
+    return engine.submit(program, label=label, last=last, instead=torch.zeros(()))
+
+
 def engine_on(echo: Echo, *, inline: bool = False) -> Engine:
     return Engine(echo, inline=inline)  # type: ignore[arg-type]
 
@@ -78,7 +83,7 @@ def test_steps_run_in_the_static_order_with_and_without_the_thread(inline: bool)
     counts = [1, 3, 0, 2, 4, 1]
     for _ in range(3):
         futures = [
-            engine.submit(staged(count), label=f"bucket {index}", last=index == len(counts) - 1)
+            submit(engine, staged(count), label=f"bucket {index}", last=index == len(counts) - 1)
             for index, count in enumerate(counts)
         ]
         engine.settle()
@@ -92,10 +97,12 @@ def test_steps_run_in_the_static_order_with_and_without_the_thread(inline: bool)
 
 def test_exposed_time_is_the_time_spent_waiting() -> None:
     engine = engine_on(Echo(delay=0.2))
-    engine.submit(staged(1), label="a", last=True)
+    submit(engine, staged(1), label="a", last=True)
+    engine.guard()
     engine.settle()
-    engine.submit(staged(1), label="a", last=True)
+    submit(engine, staged(1), label="a", last=True)
     time.sleep(0.4)  # backward computes for longer than the collective takes
+    engine.guard()
     engine.settle()
     first, second = engine.stats().records
     assert first.exposed_seconds is not None
@@ -113,25 +120,25 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
 
     echo = Echo()
     engine = engine_on(echo)
-    fine = engine.submit(staged(1), label="bucket 0", last=False)
-    engine.submit(broken(), label="bucket 1 (w)", last=True)
+    fine = submit(engine, staged(1), label="bucket 0", last=False)
+    submit(engine, broken(), label="bucket 1 (w)", last=True)
     with pytest.raises(
         ProgramError, match=r"failed on bucket 1 \(w\), after 1 collectives: KeyError: 'lost'"
     ):
         engine.settle()
     assert fine.wait().item() == 1
-    assert echo.closed
     assert "KeyError" in echo.meeting.words[0]
     with pytest.raises(ProgramError, match="lost"):
-        engine.submit(staged(1), label="next", last=True)
+        submit(engine, staged(1), label="next", last=True)
     engine.close()
+    assert echo.closed
 
 
 def test_a_failed_collective_names_what_was_waited_for_and_who_is_silent() -> None:
     echo = Echo()
     echo.answer = RuntimeError("Connection closed by peer\nmore")
     engine = engine_on(echo)
-    future = engine.submit(staged(1), label="bucket 5 (w)", last=True)
+    future = submit(engine, staged(1), label="bucket 5 (w)", last=True)
     with pytest.raises(WireError) as caught:
         engine.settle()
     for part in (
@@ -146,26 +153,40 @@ def test_a_failed_collective_names_what_was_waited_for_and_who_is_silent() -> No
     engine.close()
 
 
+def test_in_a_guarded_step_only_settle_raises() -> None:
+    echo = Echo(delay=0.2)
+    echo.answer = RuntimeError("gone")
+    engine = engine_on(echo)
+    future = submit(engine, staged(1), label="a", last=True)
+    engine.guard()
+    assert future.wait().item() == 0
+    with pytest.raises(WireError, match="gone"):
+        engine.settle()
+    with pytest.raises(WireError, match="gone"):
+        engine.guard()
+    engine.close()
+
+
 def test_a_step_that_never_ends_is_an_error_in_time() -> None:
     engine = engine_on(Echo(limit=0.1))
-    future = engine.submit(staged(2), label="a", last=False)
-    with pytest.raises(RuntimeError, match="last bucket did not come within 0.1 s"):
+    future = submit(engine, staged(2), label="a", last=False)
+    with pytest.raises(RuntimeError, match=r"last bucket did not come within 0\.1 s"):
         future.wait()
     with pytest.raises(WireError, match="last bucket did not come"):
-        engine.submit(staged(1), label="b", last=True)
+        submit(engine, staged(1), label="b", last=True)
     engine.close()
 
 
 def test_closing_ends_the_thread_and_later_submits_say_so() -> None:
     engine = engine_on(Echo())
-    engine.submit(staged(1), label="a", last=True)
+    submit(engine, staged(1), label="a", last=True)
     engine.settle()
     assert any(thread.name == "thinwire" for thread in threading.enumerate())
     engine.close()
     engine.close()
     assert not any(thread.name == "thinwire" for thread in threading.enumerate())
     with pytest.raises(WireError, match="its DDP model is gone"):
-        engine.submit(staged(1), label="a", last=True)
+        submit(engine, staged(1), label="a", last=True)
 
 
 def test_the_thread_keeps_nothing_of_a_finished_step() -> None:
@@ -177,7 +198,7 @@ def test_the_thread_keeps_nothing_of_a_finished_step() -> None:
         yield AllReduce(tensor)
         return torch.zeros(1)
 
-    engine.submit(using(tensor), label="a", last=True)
+    submit(engine, using(tensor), label="a", last=True)
     engine.settle()
     del tensor
     for _ in range(100):  # the thread may need a moment to come back to its inbox

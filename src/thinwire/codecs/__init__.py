@@ -1,0 +1,1 @@
+"""Codecs: pure tensor functions from gradients to what travels, and back."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.bridge import Bridge, set_up_of
+from thinwire.bridge import Bridge, check_bucket, set_up_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.program import Memory, Program
 
@@ -43,11 +43,7 @@ def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:
 
     DDP tells a hook nothing of itself, so it is looked for once, among all living objects.
     """
-    if not isinstance(bucket, dist.GradBucket):
-        raise UnavailableError(
-            f"the hook was called with a {type(bucket).__name__}: compiled autograd's Python reducer has"
-            " no buckets; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
-        )
+    check_bucket(bucket)
     parameter = bucket.parameters()[0]
     known = _owners.get(parameter)
     owner: DistributedDataParallel | None = known() if known is not None else None

@@ -1,0 +1,1 @@
+"""Programs: what happens to one bucket of gradients, start to finish."""

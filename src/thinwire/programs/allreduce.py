@@ -29,7 +29,7 @@ class Reduced:
     mean = decode(sum over ranks of encode(gradient / W))
 
     Dividing before encoding matters: in fp16 70000 alone is infinite, but 70000 and 0 average to 35000.
-    Each term is at most max|gradient| / W, so no partial sum overflows sooner than the mean could.
+    Each term is at most max|gradient| / W, so but for rounding no partial sum overflows before the mean can.
     """
 
     codec: Cast

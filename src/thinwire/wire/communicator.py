@@ -29,6 +29,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FUTURE_POLL = 0.0005
+_ROLL_CALL = timedelta(seconds=3)
 
 
 class Pending(Protocol):
@@ -45,13 +46,15 @@ class Communicator:
     """Issues collectives over the ranks of `parent`, on a process group that nobody else uses.
 
     The group is made by `open`, which every rank must call at the same point. A group of one needs no
-    network and makes none.
+    network and makes none. A failure is reported within `limit`: of it, collectives get all but the time
+    to ask around who is still there, `roll_call`.
     """
 
     def __init__(self, parent: dist.ProcessGroup, limit: timedelta | None = None) -> None:
         self.rank = parent.rank()
         self.size = parent.size()
         self.limit = limit or time_limit(parent)
+        self.roll_call = min(_ROLL_CALL, self.limit / 5)
         self.meeting = Meeting(parent)
         self._parent = parent
         self._group: dist.ProcessGroup | None = None
@@ -60,7 +63,7 @@ class Communicator:
         """Make the process group; the second call does nothing."""
         if self.size == 1 or self._group is not None:
             return
-        self._group = _new_group(self._parent, self.meeting, self.limit)
+        self._group = _new_group(self._parent, self.meeting, self.limit - self.roll_call)
         self.meeting = Meeting(self._group)
 
     def close(self) -> None:

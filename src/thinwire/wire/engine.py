@@ -1,8 +1,9 @@
 """Runs programs so that their collectives reach the wire in the static order.
 
-On CPU one wire thread does it, beside backward. On accelerators the same order runs inline, inside the
-hook, on a side stream: collectives there return at once and are ordered by the stream, so no thread is
-needed. (This project's CI has no accelerator: the inline path is tested on CPU, without the streams.)
+On CPU the thread of backward takes the turns that need no waiting, and one wire thread those that do, so
+backward never waits before its end. On accelerators the same order runs inline, inside the hook, on a side
+stream: collectives there return at once and are ordered by the stream, so no thread is needed. (This
+project's CI has no accelerator: the inline path is tested on CPU, without the streams.)
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from thinwire.wire.meter import Meter, Stats, StepTrace
 from thinwire.wire.ops import Steps
 from thinwire.wire.track import Run, Step, Track
 
-_FIRST_POLL, _LAST_POLL = 0.0002, 0.01
+_FIRST_POLL, _LAST_POLL = 0.002, 0.032
 _JOIN_SECONDS = 5.0
 _CPU = torch.device("cpu")
 
@@ -47,27 +48,32 @@ class Engine:
         self._device = device
         self._side_stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._track = Track(communicator, self.meter, timed=device.type == "cpu")
-        self._inbox: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: look again, False: stop
         self._thread: threading.Thread | None = None
         self._open: Step | None = None
         self._ended: Step | None = None
         self._closed = False
 
-    def submit(self, program: Steps[torch.Tensor], *, label: str, last: bool) -> "torch.futures.Future[Any]":
-        """Start a program; `label` names it in errors, `last` ends the step."""
+    def submit(
+        self, program: Steps[torch.Tensor], *, label: object, last: bool, instead: torch.Tensor
+    ) -> "torch.futures.Future[Any]":
+        """Start a program; `label` names it in errors, `last` ends the step.
+
+        If it fails, its future raises; but where `guard` was called for the step it holds `instead`.
+        """
         if self._closed:
             raise WireError(f"{label} was submitted to a closed wire: its DDP model is gone")
         self._track.raise_error()
-        run = Run(program, label, last, self._current_step(), self._device)
+        first = self._open is None
+        run = Run(program, label, last, self._current_step(), instead)
         if last:
             self._ended, self._open = run.step, None
             self.step += 1
-        if self._inline:
-            with self._beside_backward():
-                self._track.accept(run)
-        else:
+        self._track.add(run)
+        stuck = self._push()
+        if not self._inline and (first or stuck or last):
             self._start_thread()
-            self._inbox.put(run)
+            self._inbox.put(True)
         return run.future
 
     @property
@@ -75,10 +81,20 @@ class Engine:
         """Whether a step was begun whose last program has not been submitted."""
         return self._open is not None
 
+    def guard(self) -> None:
+        """Promise to call `settle` before anybody uses the results of the step that was just ended.
+
+        Backward has done its own work: from here on, the wire is waited for. Raises what went wrong so far.
+        """
+        step = self._ended
+        if step is not None:
+            step.guarded = True
+            step.awaited_since = time.perf_counter()
+        self._track.raise_error()
+
     def settle(self) -> None:
         """Wait until the last step that was ended is done; raise what went wrong."""
         if self._ended is not None:
-            self._ended.awaited_since = time.perf_counter()
             self._ended.done.wait()
             self._ended = None
         self._track.raise_error()
@@ -92,7 +108,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._inbox.put(None)
+        self._inbox.put(False)
         thread = self._thread
         # The garbage collector calls this too, and may be running on the wire thread itself.
         if thread is not None and thread is not threading.current_thread():
@@ -101,6 +117,16 @@ class Engine:
                 return
         self._track.join(_JOIN_SECONDS)
         self._communicator.close()
+
+    def _push(self) -> bool:
+        """Move the track from this thread, unless the wire thread is at it; whether it must wait."""
+        if not self._track.lock.acquire(blocking=False):
+            return True
+        try:
+            with self._beside_backward():
+                return self._track.advance(wait=self._inline)
+        finally:
+            self._track.lock.release()
 
     def _current_step(self) -> Step:
         if self._open is None:
@@ -127,34 +153,31 @@ class Engine:
             yield
 
 
-def _serve(track: Track, inbox: "queue.SimpleQueue[Run | None]") -> None:
+def _serve(track: Track, inbox: "queue.SimpleQueue[bool]") -> None:
     """The wire thread: it knows the track, never the engine or the model, so it keeps neither alive."""
-    with torch.no_grad():
-        while (run := _receive(track, inbox)) is not None:
-            track.accept(run)
-            del run
+    while _receive(track, inbox):
+        with track.lock:
+            track.advance(wait=True)
 
 
-def _receive(track: Track, inbox: "queue.SimpleQueue[Run | None]") -> Run | None:
-    """The next program; meanwhile note when collectives end.
+def _receive(track: Track, inbox: "queue.SimpleQueue[bool]") -> bool:
+    """Sleep until there is something to do; during a step, note now and then which collectives ended.
 
     (A completion callback would be exact, but it would run Python on the backend's threads, and those
     abort the process if they complete while the interpreter shuts down.)
     """
     poll = _FIRST_POLL
-    while track.in_flight():
+    limit = track.communicator.limit.total_seconds()
+    while track.mid_step:
         with contextlib.suppress(queue.Empty):
             return inbox.get(timeout=poll)
-        poll = min(2 * poll, _LAST_POLL)
-    if not track.mid_step:
-        return inbox.get()
-    limit = track.communicator.limit.total_seconds()
-    with contextlib.suppress(queue.Empty):
-        return inbox.get(timeout=limit)
-    track.fail(
-        WireError(
-            f"the step's last bucket did not come within {limit:g} s: backward was interrupted, or a"
-            " hook of yours passes only some buckets to thinwire; pass it all of them"
-        )
-    )
+        poll = _FIRST_POLL if track.note_ends() else min(2 * poll, _LAST_POLL)
+        if time.monotonic() - track.latest_arrival > limit:
+            with track.lock:
+                track.fail(
+                    WireError(
+                        f"the step's last bucket did not come within {limit:g} s: backward was interrupted,"
+                        " or a hook of yours passes only some buckets to thinwire; pass it all of them"
+                    )
+                )
     return inbox.get()

@@ -3,15 +3,15 @@
 Each is a frozen description; the engine hands its tensors to torch.distributed and sends the result back
 into the program. Sums are plain sums: divide by the world size yourself, and where it is safest.
 
-| yield                    | every rank receives                                   | bytes sent by a rank      |
-|--------------------------|-------------------------------------------------------|---------------------------|
-| `AllReduce(t)`           | the sum, in `t` itself                                | 2 (W-1)/W of `t`          |
-| `AllGather(t)`           | all ranks' `t`, stacked: shape `(W, *t.shape)`        | (W-1) times `t`           |
-| `AllToAll(t)`            | row `r` of rank `s`'s `t` as row `s`, on rank `r`     | (W-1)/W of `t`            |
-| `ReduceScatter(t)`       | the sum over ranks of row `rank` of `t`               | (W-1)/W of `t`            |
-| `Reduce(t, dst)`         | `t`; on rank `dst` it holds the sum, else undefined   | `t` (dst: (W-1)/W of it)  |
-| `Broadcast(t, src)`      | rank `src`'s `t`, in `t` itself                       | `t` per child in the tree |
-| `Await(future)`          | the future's value; no communication of ours          | 0                         |
+| yield              | every rank receives                                  | bytes sent by a rank      |
+|--------------------|------------------------------------------------------|---------------------------|
+| `AllReduce(t)`     | the sum, in `t` itself                               | 2 (W-1)/W of `t`          |
+| `AllGather(t)`     | all ranks' `t`, stacked: shape `(W, *t.shape)`       | (W-1) times `t`           |
+| `AllToAll(t)`      | row `r` of rank `s`'s `t` as row `s`, on rank `r`    | (W-1)/W of `t`            |
+| `ReduceScatter(t)` | the sum over ranks of row `rank` of `t`              | (W-1)/W of `t`            |
+| `Reduce(t, dst)`   | `t`; on rank `dst` it holds the sum, else undefined  | `t` (dst: (W-1)/W of it)  |
+| `Broadcast(t, src)`| rank `src`'s `t`, in `t` itself                      | `t` per child in the tree |
+| `Await(future)`    | the future's value; no communication of ours         | 0                         |
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,8 @@
 """The engine without its thread: moves programs forward in the static order."""
 
+import collections
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from thinwire.wire.meter import Meter, OpRecord, StepTrace
 from thinwire.wire.ops import Await, Collective, Steps
 from thinwire.wire.schedule import Agenda
 
-_ROLL_CALL = timedelta(seconds=3)
-
 
 class Step:
     """The programs of one backward pass."""
@@ -26,37 +24,52 @@ class Step:
         self.trace = trace
         self.done = threading.Event()
         self.awaited_since: float | None = None
+        self.guarded = False
+        """Whether somebody is certain to raise the step's error, so that futures need not carry it."""
 
 
 class Run:
-    """One submitted program on its way to the end."""
+    """One submitted program on its way to the end.
+
+    Args:
+        program: The generator.
+        label: What it works on; shown in errors.
+        last: Whether it ends its step.
+        step: The step it belongs to.
+        instead: What the future shall hold if the program fails in a guarded step.
+    """
 
     def __init__(
-        self,
-        program: Steps[torch.Tensor],
-        label: str,
-        last: bool,
-        step: Step,
-        device: torch.device,
+        self, program: Steps[torch.Tensor], label: object, last: bool, step: Step, instead: torch.Tensor
     ) -> None:
         self.program: Steps[torch.Tensor] | None = program
         self.label = label
         self.last = last
         self.step = step
+        self.op: Collective | Await | None = None
         self.pending: Pending | None = None
         self.record: OpRecord | None = None
-        self.carries = ""
-        devices = [] if device.type == "cpu" else [device]
+        devices = [] if instead.device.type == "cpu" else [instead.device]
+        self._instead: torch.Tensor | None = instead
         self._promise: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         self.future = self._promise.then(_unwrap)
 
     def resolve(self, value: Any) -> None:
-        """Hand the result, or the exception, to whoever holds the future."""
-        self.program = self.pending = None
+        """Hand the result to whoever holds the future."""
+        self.program = self.op = self.pending = self._instead = None
         self._promise.set_result(value)
 
+    def fail(self, error: ThinwireError) -> None:
+        """End without a result: the future holds the error, or in a guarded step something harmless.
 
-class _Lost(Exception):
+        DDP cannot raise what a future holds without losing its type.
+        """
+        if self.program is not None:
+            self.program.close()
+            self.resolve(self._instead if self.step.guarded else error)
+
+
+class _LostError(Exception):
     """A collective ended badly: the peer, or the network between, is gone."""
 
     def __init__(self, run: Run, waited: float, reason: str) -> None:
@@ -66,7 +79,9 @@ class _Lost(Exception):
 
 
 class Track:
-    """Moves runs forward; never raises.
+    """Moves runs forward, whichever thread pushes; never raises.
+
+    Only one thread at a time may `advance`: hold `lock`.
 
     Once something has failed, ranks may have parted ways, so the wire stays down: everything under way and
     everything submitted later gets the same error.
@@ -74,67 +89,93 @@ class Track:
 
     def __init__(self, communicator: Communicator, meter: Meter, *, timed: bool) -> None:
         self.communicator = communicator
+        self.lock = threading.Lock()
         self.error: ThinwireError | None = None
+        self.latest_arrival = 0.0
         self._meter = meter
         self._timed = timed
+        self._arriving: collections.deque[Run] = collections.deque()
         self._step: Step | None = None
         self._hanging_up: threading.Thread | None = None
 
     def raise_error(self) -> None:
         """Raise what took the wire down, if anything did.
 
-        Each time anew: an exception remembers the frames it passed through, and those know the model, so
-        one that is kept and raised again would keep the model alive.
+        Each time anew, and its cause only the first time: exceptions remember the frames they passed
+        through, and those know the model, so keeping one would keep the model alive.
         """
         if self.error is not None:
-            raise type(self.error)(*self.error.args) from self.error.__cause__
+            cause, self.error.__cause__ = self.error.__cause__, None
+            raise type(self.error)(*self.error.args) from cause
 
     @property
     def mid_step(self) -> bool:
-        """Whether a step was begun whose last program has not been accepted."""
+        """Whether a step is under way."""
         return self._step is not None
 
-    def accept(self, run: Run) -> None:
-        """Admit a program and go as far as the order allows."""
-        step = self._step = run.step
-        step.runs.append(run)
-        step.agenda.arrive()
-        if run.last:
-            step.agenda.close()
-        try:
-            self.raise_error()
-            self._advance(step)
-        except ThinwireError as error:
-            self.fail(error)
-        except _Lost as lost:
-            self.fail(self._explain(lost, step))
-        except Exception as error:
-            self.fail(WireError(f"{run.label}: {type(error).__name__}: {error}"))
-        else:
-            if step.agenda.finished:
-                self._finish(step)
+    def add(self, run: Run) -> None:
+        """Queue a program; needs no lock."""
+        self.latest_arrival = time.monotonic()
+        self._arriving.append(run)
 
-    def in_flight(self) -> bool:
-        """Whether a collective is under way; notes the end of those that are not any more."""
-        flying = False
-        for run in self._step.runs if self._step else ():
-            if run.pending is not None and run.record is not None and run.record.ended is None:
-                if run.pending.done():
-                    run.record.ended = time.perf_counter()
+    def advance(self, *, wait: bool) -> bool:
+        """Go as far as the order allows; unless `wait`, only as far as no collective is waited for.
+
+        Returns whether it stopped because a collective is still under way.
+        """
+        with torch.no_grad():
+            while self._admit():
+                assert self._step is not None
+                step = self._step
+                if self.error is not None:
+                    self.fail(self.error)
+                    continue
+                try:
+                    stuck = self._take_turns(step, wait)
+                except ThinwireError as error:
+                    self.fail(error)
+                except _LostError as lost:
+                    self.fail(self._explain(lost, step))
+                except Exception as error:
+                    self.fail(WireError(f"{type(error).__name__}: {error}"))
                 else:
-                    flying = True
-        return flying
+                    if step.agenda.finished:
+                        self._finish(step)
+                    elif stuck or not self._arriving:
+                        return stuck
+        return False
+
+    def _admit(self) -> bool:
+        """Take in what has arrived for the step under way, or begin the next; whether there is one."""
+        if self._step is None and self._arriving:
+            self._step = self._arriving[0].step
+        while self._arriving and self._arriving[0].step is self._step:
+            run = self._arriving.popleft()
+            run.step.runs.append(run)
+            run.step.agenda.arrive()
+            if run.last:
+                run.step.agenda.close()
+        return self._step is not None
+
+    def note_ends(self) -> bool:
+        """Note which collectives have ended since the last look; whether any had. Needs no lock."""
+        step, noted = self._step, False
+        for run in tuple(step.runs) if step else ():
+            pending, record = run.pending, run.record
+            if pending is not None and record is not None and record.ended is None and pending.done():
+                record.ended = time.perf_counter()
+                noted = True
+        return noted
 
     def fail(self, error: ThinwireError) -> None:
         """Give every program of the step the error, tell the other ranks, and hang up."""
         first, self.error = self.error is None, error.with_traceback(None)
+        error.__context__ = None
         step, self._step = self._step, None
         if first:
             self._report(f"failed: {error}")
         for run in step.runs if step else ():
-            if run.program is not None:
-                run.program.close()
-                run.resolve(error)
+            run.fail(error)
         if step:
             step.done.set()
         self._hang_up()
@@ -144,14 +185,19 @@ class Track:
         if self._hanging_up is not None:
             self._hanging_up.join(seconds)
 
-    def _advance(self, step: Step) -> None:
+    def _take_turns(self, step: Step, wait: bool) -> bool:
+        """Deal out the step's turns; whether it stopped because a collective is still under way."""
         while (turn := step.agenda.next()) is not None:
             bucket, stage = turn
             run = step.runs[bucket]
+            if not wait and run.pending is not None and not run.pending.done():
+                step.agenda.again(bucket, stage)
+                return True
             op = self._resume(run, self._wait(run), stage)
             if op is not None:
                 self._issue(run, bucket, stage, op)
                 step.agenda.again(bucket, stage + 1)
+        return False
 
     def _wait(self, run: Run) -> Any:
         """What the run's last collective delivered; None before its first."""
@@ -164,7 +210,7 @@ class Track:
             reason = str(error).splitlines()[0]
         ended = time.perf_counter()
         if reason:  # raised out here, so that no traceback holds on to the collective
-            raise _Lost(run, ended - started, reason)
+            raise _LostError(run, ended - started, reason)
         if run.record.ended is None:
             run.record.ended = ended
         return received
@@ -190,13 +236,13 @@ class Track:
 
     def _issue(self, run: Run, bucket: int, stage: int, op: Collective | Await) -> None:
         try:
-            run.pending = self.communicator.issue(op)
+            pending = self.communicator.issue(op)
         except RuntimeError as error:
             if isinstance(error, ThinwireError):
                 raise
             raise ProgramError(f"the backend refuses {op}, for {run.label}: {error}") from error
-        run.record = run.step.trace.issued(bucket, stage, op)
-        run.carries = str(op)
+        run.op, run.record = op, run.step.trace.issued(bucket, stage, op)
+        run.pending = pending
 
     def _finish(self, step: Step) -> None:
         now = time.perf_counter()
@@ -205,18 +251,18 @@ class Track:
         self._step = None
         step.done.set()
 
-    def _explain(self, lost: _Lost, step: Step) -> WireError:
+    def _explain(self, lost: _LostError, step: Step) -> WireError:
         """The error for a collective that failed, naming the ranks that may have caused it."""
-        run = lost.run
+        run, waited_for = lost.run, str(lost.run.op)
         where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
-        self._report(f"waited for {run.carries} at {where}")
+        self._report(f"waited for {waited_for} at {where}")
         for other in step.runs:  # collectives hold the connections open
             other.pending = None
         self._hang_up()
         return WireError(
-            f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {run.carries} at {where}, and it"
-            f" failed. {self._roll_call()} The backend said: {lost}"
-            " The job cannot go on: restart it from its last checkpoint."
+            f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
+            f" failed. {self._roll_call()} The job cannot go on: restart it from its last checkpoint."
+            f" (The backend said: {lost})"
         )
 
     def _hang_up(self) -> None:
@@ -240,7 +286,7 @@ class Track:
         """Who answers after a failure, and who does not."""
         rank, size = self.communicator.rank, self.communicator.size
         try:
-            reports = self.communicator.meeting.reports(_ROLL_CALL)
+            reports = self.communicator.meeting.reports(self.communicator.roll_call)
         except RuntimeError:
             return "The store does not answer either: its host, often rank 0's, has died."
         silent = [peer for peer in range(size) if peer not in reports]

@@ -1,0 +1,1 @@
+"""Side by side against torch, in one interleaved run each."""

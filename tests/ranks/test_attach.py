@@ -1,0 +1,305 @@
+"""The handle: swap, disable, stats, state, drift, what it refuses, and how it goes away."""
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from collections import OrderedDict
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.harness import run_ranks
+from tests.models import Staged, batch, flat_gradients, mlp
+
+TINY_BUCKETS = 0.002
+
+
+def backward(ddp: DDP, rank: int, step: int) -> torch.Tensor:
+    ddp.zero_grad()
+    ddp(batch(rank, step)).square().mean().backward()
+    return flat_gradients(ddp.module)
+
+
+def swapping(rank: int, world_size: int) -> None:
+    ddp, plain = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS), DDP(mlp())
+    wire = thinwire.attach(ddp, thinwire.BF16())
+    exact = backward(plain, rank, 0)
+    rounded = backward(ddp, rank, 0)
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=1e-5)
+    wire.swap(Staged())
+    assert torch.equal(backward(ddp, rank, 0), exact)
+    wire.swap(thinwire.FP16())
+    backward(ddp, rank, 0)
+    wire.disable()
+    assert wire.program == thinwire.Exact()
+    assert torch.equal(backward(ddp, rank, 0), exact)
+    sent = [record.bytes_sent for record in wire.stats().records]
+    total = 4 * sum(parameter.numel() for parameter in ddp.parameters())
+    assert sent[3] == 2 * total * (world_size - 1) // world_size
+    assert sent[0] == sent[2] == sent[3] // 2
+    assert wire.stats().steps == wire.step == 4
+
+
+def test_programs_swap_between_steps_and_bytes_follow() -> None:
+    run_ranks(swapping, 2)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    with pytest.raises(thinwire.AttachError, match="needs a DistributedDataParallel model, not a Sequential"):
+        thinwire.attach(mlp(), thinwire.Exact())  # type: ignore[arg-type]
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    for options, said in (
+        ({"check_every": -1}, "check_every=-1 must be at least 0"),
+        ({"history": 0}, "history=0 must be at least 1"),
+        ({"timeout": 0}, "timeout=0 must be positive"),
+        ({"timeout": timedelta(seconds=-1)}, "must be positive"),
+    ):
+        with pytest.raises(thinwire.OptionError, match=said):
+            thinwire.attach(ddp, thinwire.Exact(), **options)  # type: ignore[arg-type]
+    for no_program in ("bf16", thinwire.Exact, None):
+        with pytest.raises(thinwire.OptionError, match="is not a program: give an instance"):
+            thinwire.attach(ddp, no_program)  # type: ignore[arg-type]
+    plain = backward(DDP(mlp()), rank, 0)
+    wire = thinwire.attach(ddp, thinwire.Exact())  # none of the refusals left a trace
+    assert torch.equal(backward(ddp, rank, 0), plain)
+    with pytest.raises(thinwire.AttachError, match=r"has a wire already: use wire.swap"):
+        thinwire.attach(ddp, thinwire.Exact())
+    with pytest.raises(thinwire.OptionError, match="is not a program"):
+        wire.swap("fp16")  # type: ignore[arg-type]
+    with pytest.raises(thinwire.AttachError, match=r"copy ddp.module, or save wire.state_dict"):
+        copy.deepcopy(wire)
+    assert torch.equal(backward(ddp, rank, 0), plain)
+    hooked = DDP(mlp())
+    hooked.register_comm_hook(None, _foreign_hook)
+    with pytest.raises(thinwire.AttachError, match="'_foreign_hook' already, and DDP keeps one for life"):
+        thinwire.attach(hooked, thinwire.Exact())
+    builtin = DDP(mlp())
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(thinwire.AttachError, match="DDP did not accept the hook"):
+        thinwire.attach(builtin, thinwire.Exact())
+
+
+def _foreign_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    raise AssertionError("never called")
+
+
+def test_bad_input_is_refused_and_changes_nothing() -> None:
+    run_ranks(refusals, 2)
+
+
+def mismatch(rank: int, world_size: int, what: str) -> str:
+    program: thinwire.Program = thinwire.Exact()
+    options: dict[str, Any] = {}
+    model: nn.Module = mlp(layers=4)
+    if rank == 1:
+        if what == "program":
+            program = thinwire.BF16()
+        elif what == "option":
+            options["check_every"] = 7
+        elif what == "name":
+            layers = dict(model.named_children())
+            model = nn.Sequential(
+                OrderedDict((name.replace("0", "renamed"), layers[name]) for name in layers)
+            )
+        elif what == "refused":
+            options["history"] = 0
+    try:
+        thinwire.attach(DDP(model), program, **options)
+    except thinwire.ThinwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("program", "program: Exact() on ranks 0, 2, Reduced(codec=Cast(dtype=torch.bfloat16)) on rank 1"),
+        ("option", "option check_every: 0 on ranks 0, 2, 7 on rank 1"),
+        ("name", "parameter renamed.bias: nothing on ranks 0, 2, (24,) torch.float32 on rank 1"),
+        ("refused", "rank 1 refused: history=0 must be at least 1: stats() shows the latest steps"),
+    ],
+)
+def test_a_rank_that_is_set_up_differently_is_named_on_every_rank(what: str, said: str) -> None:
+    errors = run_ranks(mismatch, 3, what)
+    for rank, error in enumerate(errors):
+        if what == "refused" and rank == 1:
+            assert error.startswith("OptionError: history=0")
+        else:
+            assert error.startswith("MismatchError")
+            assert said in error
+
+
+def one_swaps(rank: int, world_size: int) -> str:
+    ddp = DDP(mlp())
+    wire = thinwire.attach(ddp, thinwire.Exact(), timeout=2)
+    try:
+        wire.swap(thinwire.BF16() if rank else thinwire.FP16())
+    except thinwire.MismatchError as error:
+        assert wire.program == thinwire.Exact()
+        return str(error)
+    return "no error"
+
+
+def test_swapping_to_different_programs_is_refused() -> None:
+    for error in run_ranks(one_swaps, 2):
+        assert "float16)) on rank 0" in error
+        assert "bfloat16)) on rank 1" in error
+
+
+def drifting(rank: int, world_size: int) -> tuple[int, str]:
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    thinwire.attach(ddp, thinwire.Exact(), check_every=3)
+    for step in range(20):
+        if step == 4 and rank == 1:
+            with torch.no_grad():
+                ddp.module[2].weight[0, 0].nextafter_(torch.tensor(9.0))
+        try:
+            backward(ddp, rank, step)
+        except thinwire.DriftError as error:
+            return step, str(error)
+    raise AssertionError("no error came")
+
+
+def test_a_parameter_that_drifts_by_one_bit_is_named() -> None:
+    for step, text in run_ranks(drifting, 3):
+        assert step == 6
+        assert "at step 6 parameter '2.weight' on rank 1 is not what rank 0 holds (1 of 12" in text
+
+
+def states(rank: int, world_size: int) -> None:
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    wire = thinwire.attach(ddp, Staged())
+    for step in range(3):
+        backward(ddp, rank, step)
+    buffer = io.BytesIO()
+    torch.save(wire.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+
+    # Another bucket layout, before its first backward: state goes by parameter name.
+    fresh = DDP(mlp(), bucket_cap_mb=25)
+    resumed = thinwire.attach(fresh, Staged())
+    resumed.load_state_dict(saved)
+    assert resumed.step == 3
+    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 3
+    backward(fresh, rank, 3)
+    assert resumed.step == 4
+    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 4
+    assert resumed.state_dict()["memory"].keys() == saved["memory"].keys()
+
+    for broken, said in (
+        ({}, "no state of a thinwire wire"),
+        ([], "no state of a thinwire wire"),
+        ({**saved, "format": 99}, "format 99 is not 1"),
+        ({**saved, "program": "PowerSGD(rank=4)"}, "belongs to PowerSGD"),
+        ({**saved, "step": -1}, "step=-1 must be a whole number"),
+        ({**saved, "memory": {"other": {}}}, "has not: other"),
+    ):
+        with pytest.raises(thinwire.StateError, match=said):
+            resumed.load_state_dict(broken)  # type: ignore[arg-type]
+    assert resumed.step == 4
+    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 4
+
+
+def test_state_survives_save_load_and_another_bucket_layout() -> None:
+    run_ranks(states, 2)
+
+
+def during_backward(rank: int, world_size: int) -> str:
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    wire = thinwire.attach(ddp, thinwire.Exact())
+    backward(ddp, rank, 0)
+    said: list[str] = []
+
+    def meddle(gradient: torch.Tensor) -> None:
+        try:
+            wire.swap(thinwire.BF16())
+        except thinwire.AttachError as error:
+            said.append(str(error))
+
+    first = ddp.module[0].weight.register_hook(meddle)
+    backward(ddp, rank, 1)
+    first.remove()
+    return said[0]
+
+
+def test_swapping_in_the_middle_of_backward_is_refused() -> None:
+    for text in run_ranks(during_backward, 2):
+        assert "swap was called during backward: call it between steps" in text
+
+
+def lifetime(rank: int, world_size: int) -> None:
+    groups_before = len(dist.distributed_c10d._world.pg_map)
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    wire = thinwire.attach(ddp, Staged())
+    backward(ddp, rank, 0)
+    assert any(thread.name == "thinwire" for thread in threading.enumerate())
+    assert len(dist.distributed_c10d._world.pg_map) == groups_before + 1
+    model = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert model() is None, "the wire keeps its model alive"
+    assert not any(thread.name == "thinwire" for thread in threading.enumerate())
+    assert len(dist.distributed_c10d._world.pg_map) == groups_before
+    assert wire.stats().steps == 1  # what was measured is still there
+
+
+def test_nothing_outlives_the_model() -> None:
+    run_ranks(lifetime, 2)
+
+
+def dropped_at_different_times(rank: int, world_size: int) -> None:
+    """Ranks that keep different numbers of old models alive still meet in their new groups."""
+    kept = []
+    for attempt in range(4):
+        ddp = DDP(mlp())
+        thinwire.attach(ddp, thinwire.Exact())
+        backward(ddp, rank, attempt)
+        if rank == 0 or attempt % 2:
+            kept.append(ddp)
+        del ddp
+
+
+def test_models_may_be_dropped_at_different_times() -> None:
+    run_ranks(dropped_at_different_times, 2)
+
+
+def destroyed_first(rank: int, world_size: int) -> None:
+    ddp = DDP(mlp())
+    thinwire.attach(ddp, thinwire.Exact())
+    backward(ddp, rank, 0)
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # for the harness to destroy
+
+
+def test_the_user_may_destroy_the_process_group_first() -> None:
+    run_ranks(destroyed_first, 2)
+
+
+def in_subgroups(rank: int, world_size: int) -> torch.Tensor:
+    """Two jobs in one world; one rank of each belongs to one more group than the other."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2])]
+    ddp = DDP(mlp(), process_group=groups[rank // 2])
+    plain = DDP(mlp(), process_group=groups[rank // 2])
+    wire = thinwire.attach(ddp, thinwire.Exact(), check_every=1)
+    gradient = backward(ddp, rank, 0)
+    assert torch.equal(gradient, backward(plain, rank, 0))
+    assert wire.stats().last is not None
+    return gradient
+
+
+def test_a_model_in_a_subgroup_stays_in_it() -> None:
+    first, second, third, fourth = run_ranks(in_subgroups, 4)
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert not torch.equal(first, third)

@@ -1,0 +1,194 @@
+"""The torch-named hooks on real ranks: where they must be better than torch's, they are."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.harness import run_ranks
+from tests.models import batch, flat_gradients, mlp
+from thinwire.ddp_comm_hooks import DDPCommHookType, mixed_precision_hooks, register_ddp_comm_hook
+from thinwire.ddp_comm_hooks.debugging_hooks import noop_hook
+from thinwire.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+
+TINY_BUCKETS = 0.002
+
+
+def gradient_with(
+    hook: Any, rank: int, state: Any = None, model: nn.Module | None = None, **kw: Any
+) -> torch.Tensor:
+    """The second step's gradient: by then DDP has rebuilt its buckets."""
+    ddp = DDP(model or mlp(), bucket_cap_mb=TINY_BUCKETS, **kw)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+    return flat_gradients(ddp.module)
+
+
+def on_cpu(rank: int, world_size: int) -> None:
+    exact = gradient_with(None, rank)
+    assert torch.equal(gradient_with(allreduce_hook, rank), exact)
+    assert torch.equal(gradient_with(allreduce_hook, rank, state=dist.group.WORLD), exact)
+    for hook in (bf16_compress_hook, bf16_compress_wrapper(allreduce_hook)):
+        rounded = gradient_with(hook, rank)
+        assert not torch.equal(rounded, exact)
+        torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=1e-5)
+    for hook in (fp16_compress_hook, fp16_compress_wrapper(allreduce_hook)):
+        torch.testing.assert_close(gradient_with(hook, rank), exact, rtol=2e-3, atol=1e-6)
+    assert not torch.equal(gradient_with(noop_hook, rank), exact)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_hook_runs_on_cpu_over_gloo(world_size: int) -> None:
+    run_ranks(on_cpu, world_size) if world_size > 1 else run_ranks(single, world_size)
+
+
+def single(rank: int, world_size: int) -> None:
+    exact = gradient_with(None, rank)
+    assert torch.equal(gradient_with(allreduce_hook, rank), exact)
+    torch.testing.assert_close(gradient_with(bf16_compress_hook, rank), exact, rtol=2e-2, atol=1e-5)
+
+
+def foreign(rank: int, world_size: int) -> None:
+    """Wrappers take torch's hooks and the user's as they come."""
+    exact = gradient_with(None, rank)
+
+    def mine(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert bucket.buffer().dtype in (torch.float16, torch.bfloat16)
+        return torch_default.allreduce_hook(state, bucket)
+
+    for wrapper in (fp16_compress_wrapper, bf16_compress_wrapper):
+        for inner in (torch_default.allreduce_hook, mine):
+            for as_view in (True, False):
+                rounded = gradient_with(wrapper(inner), rank, gradient_as_bucket_view=as_view)
+                torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=1e-5)
+                assert not torch.equal(rounded, exact)
+        own = gradient_with(wrapper(noop_hook), rank)
+        torch.testing.assert_close(own, gradient_with(noop_hook, rank), rtol=1e-2, atol=1e-5)
+
+
+def test_wrappers_accept_foreign_hooks() -> None:
+    run_ranks(foreign, 2)
+
+
+class Scale(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def large(rank: int, world_size: int, hook: Any) -> list[float]:
+    ddp = DDP(Scale())
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.full((4,), 70000.0 if rank == 0 else 0.0)).sum().backward()
+    gradient = ddp.module.weight.grad
+    assert gradient is not None
+    return [float(number) for number in gradient]
+
+
+def test_fp16_divides_before_it_casts() -> None:
+    for gradient in run_ranks(large, 2, fp16_compress_hook):
+        assert gradient == [35008.0] * 4  # the nearest fp16 to 35000
+    for gradient in run_ranks(large, 2, torch_default.fp16_compress_hook):
+        assert gradient == [float("inf")] * 4  # torch's, which is why
+
+
+def own_group(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    expected = gradient_with(None, rank, process_group=pairs[rank // 2])
+    return gradient_with(allreduce_hook, rank, process_group=pairs[rank // 2]), expected
+
+
+def test_none_means_the_models_own_group() -> None:
+    for got, expected in run_ranks(own_group, 4):
+        assert torch.equal(got, expected)
+
+
+def given_group(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    expected = gradient_with(None, rank, process_group=pairs[rank // 2])
+    return gradient_with(allreduce_hook, rank, state=pairs[rank // 2]), expected
+
+
+def test_a_group_given_as_state_is_the_one_averaged_over() -> None:
+    for got, expected in run_ranks(given_group, 4):
+        assert torch.equal(got, expected)
+
+
+def enumerated(rank: int, world_size: int) -> None:
+    exact = gradient_with(None, rank)
+    for kind in DDPCommHookType:
+        ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+        if "QUANTIZE" in kind.name or "POWER" in kind.name:
+            with pytest.raises(thinwire.UnavailableError, match=f"{kind.name} is not in thinwire yet"):
+                register_ddp_comm_hook(kind, ddp)
+            continue
+        register_ddp_comm_hook(comm_hook_type=kind, model=ddp, state=None)
+        for step in range(2):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+        if kind is not DDPCommHookType.NOOP:
+            torch.testing.assert_close(flat_gradients(ddp.module), exact, rtol=2e-2, atol=1e-5)
+
+
+def test_hooks_by_name() -> None:
+    run_ranks(enumerated, 2)
+
+
+def upcast(rank: int, world_size: int) -> None:
+    """What DDP's own mixed precision sets up on accelerators, set up by hand on CPU."""
+    full, low = mlp(), mlp().to(torch.bfloat16)
+    for parameter, precise in zip(low.parameters(), full.parameters(), strict=True):
+        parameter._fp_param = precise.data  # type: ignore[attr-defined]
+        parameter._mp_param = parameter.data  # type: ignore[attr-defined]
+    ddp = DDP(low, bucket_cap_mb=TINY_BUCKETS)
+    ddp.mixed_precision = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # type: ignore[assignment]
+    state = mixed_precision_hooks._AllreduceUpcastHookState(weakref.ref(ddp), torch.Stream())
+    ddp.register_comm_hook(state, mixed_precision_hooks._reducer_allreduce_and_upcast_hook)
+    ddp(batch(rank, 0).to(torch.bfloat16)).float().square().mean().backward()
+    assert not state.wait_for_stream_enqueued
+    for parameter, precise in zip(low.parameters(), full.parameters(), strict=True):
+        assert parameter.dtype == torch.float32
+        assert parameter.data_ptr() == precise.data_ptr()
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+    plain = DDP(mlp().to(torch.bfloat16))
+    plain(batch(rank, 0).to(torch.bfloat16)).float().square().mean().backward()
+    torch.testing.assert_close(flat_gradients(low), flat_gradients(plain.module), rtol=2e-2, atol=1e-4)
+
+
+def test_mixed_precision_parameters_return_to_full_precision() -> None:
+    run_ranks(upcast, 2)
+
+
+def wrong_state(rank: int, world_size: int) -> str:
+    try:
+        gradient_with(allreduce_hook, rank, state="world")
+    except thinwire.OptionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_state_that_is_no_group_is_refused() -> None:
+    for error in run_ranks(wrong_state, 2):
+        assert "the hook's state is a str: it must be a process group" in error
