@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 test: lint
 	$(BIN)/pytest

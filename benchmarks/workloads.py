@@ -22,9 +22,11 @@ class Block(nn.Module):
         """Attend, then think."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        query, key, value = qkv
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        thought: torch.Tensor = self.down(functional.gelu(self.up(self.norm_2(x))))
+        return x + thought
 
 
 class GPT(nn.Module):
@@ -79,7 +81,8 @@ def _text(rank: int, step: int) -> torch.Tensor:
     """Sequences that count up by a random stride: something a language model can learn quickly."""
     generator = _seeded(rank, step)
     start, stride = torch.randint(0, 256, (2, 8, 1), generator=generator)
-    return (start + stride % 7 * torch.arange(65)) % 256
+    text: torch.Tensor = (start + stride % 7 * torch.arange(65)) % 256
+    return text
 
 
 WORKLOADS = {

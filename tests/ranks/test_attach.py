@@ -64,7 +64,7 @@ def refusals(rank: int, world_size: int) -> None:
         ({"timeout": timedelta(seconds=-1)}, "must be positive"),
     ):
         with pytest.raises(thinwire.OptionError, match=said):
-            thinwire.attach(ddp, thinwire.Exact(), **options)  # type: ignore[arg-type]
+            thinwire.attach(ddp, thinwire.Exact(), **options)
     for no_program in ("bf16", thinwire.Exact, None):
         with pytest.raises(thinwire.OptionError, match="is not a program: give an instance"):
             thinwire.attach(ddp, no_program)  # type: ignore[arg-type]

@@ -31,6 +31,12 @@ SUMS = [
 BYTES = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def operand(rank: int, size: int, dtype: torch.dtype, width: int = 5) -> torch.Tensor:
     numbers = torch.arange(size * width) % 7 + rank
     return numbers.view(size, width).to(dtype)
@@ -47,7 +53,7 @@ def kinds(tensor: torch.Tensor, size: int, dtype: torch.dtype) -> list[Collectiv
 
 
 def all_kinds(rank: int, size: int) -> None:
-    communicator = Communicator(dist.group.WORLD)
+    communicator = Communicator(world())
     communicator.open()
     for dtype in SUMS + BYTES:
         tensors = [operand(r, size, dtype) for r in range(size)]
@@ -72,7 +78,7 @@ def test_real_ranks_do_what_simulate_says(size: int) -> None:
 
 
 def futures(rank: int, size: int) -> None:
-    communicator = Communicator(dist.group.WORLD, timedelta(seconds=0.2))
+    communicator = Communicator(world(), timedelta(seconds=0.2))
     future: torch.futures.Future[int] = torch.futures.Future()
     pending = communicator.issue(Await(future))
     assert not pending.done()
@@ -96,7 +102,7 @@ def device_bytes() -> int:
 
 def metered(rank: int, size: int) -> list[tuple[str, int, int]]:
     """(collective, bytes by the meter on this rank, bytes on the device by all ranks)."""
-    communicator = Communicator(dist.group.WORLD)
+    communicator = Communicator(world())
     communicator.open()
     tensor = torch.ones(size, 400_000)
     rows = []

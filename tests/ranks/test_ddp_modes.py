@@ -1,5 +1,6 @@
 """Whatever DDP can do, it does the same with a wire: bit by bit what plain DDP computes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -175,11 +176,11 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 
 def dtypes(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
-        for program in (thinwire.Exact(), Staged()):
-            both_ways(rank, lambda dtype=dtype: Odd(dtype), program=program, bucket_cap_mb=1e-5)
-        for program in (thinwire.FP16(), thinwire.BF16()):
+        for exact_program in (thinwire.Exact(), Staged()):
+            both_ways(rank, functools.partial(Odd, dtype), program=exact_program, bucket_cap_mb=1e-5)
+        for cast_program in (thinwire.FP16(), thinwire.BF16()):
             ddp = DDP(Odd(dtype), bucket_cap_mb=1e-5)
-            thinwire.attach(ddp, program)
+            thinwire.attach(ddp, cast_program)
             exact = train(DDP(Odd(dtype), bucket_cap_mb=1e-5), rank, steps=1)[0]
             torch.testing.assert_close(train(ddp, rank, steps=1)[0], exact, rtol=2e-2, atol=2e-2)
 
@@ -219,8 +220,11 @@ def test_an_empty_bucket() -> None:
 def channels_last(rank: int, world_size: int) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        return model.to(memory_format=torch.channels_last)
+        model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+        return model
 
     def images(rank: int, step: int) -> torch.Tensor:
         return batch(rank, step, width=3 * 8 * 8).view(-1, 3, 8, 8).to(memory_format=torch.channels_last)

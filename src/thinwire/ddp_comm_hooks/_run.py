@@ -55,7 +55,7 @@ def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:
 
 def _find_owner(parameter: torch.Tensor) -> DistributedDataParallel:
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    owners = [
+    owners: list[DistributedDataParallel] = [
         model
         for model in models
         if model._comm_hooks and any(parameter is own for own in model.module.parameters())

@@ -48,7 +48,8 @@ def _reducer_allreduce_and_upcast_hook(
     # work; DDP writes the averaged gradient into the full-precision one afterwards.
     on_accelerator = full.device.type != "cpu"
     with hook_state.upcast_stream if on_accelerator else contextlib.nullcontext():
-        for parameter in bucket.parameters():
+        parameters: list[Any] = bucket.parameters()  # with the attributes that DDP's set-up adds
+        for parameter in parameters:
             parameter.data = parameter._fp_param
             _free_storage(parameter._mp_param)
             if parameter.grad is not None:

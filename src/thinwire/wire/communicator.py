@@ -133,6 +133,7 @@ def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) ->
     """
     ranks = dist.get_process_group_ranks(parent)
     backend = dist.get_backend(parent)
+    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         parent.rank(),

@@ -112,8 +112,9 @@ class Broadcast(Collective):
     def bytes_sent(self, rank: int, size: int) -> int:
         # Gloo sends down a binomial tree rooted at `src`: a rank forwards once per child.
         place = (rank - self.src) % size
-        bits = range((size - 1).bit_length())
-        return self.nbytes * sum(place % 2 ** (b + 1) == 0 and place + 2**b < size for b in bits)
+        reaches = [1 << bit for bit in range((size - 1).bit_length())]
+        children = sum(place % (2 * reach) == 0 and place + reach < size for reach in reaches)
+        return self.nbytes * children
 
     def check(self, size: int) -> None:
         super().check(size)

@@ -20,6 +20,6 @@ def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Te
     >>> unpack(torch.arange(3), [(1, 2), ()])
     [tensor([[0, 1]]), tensor(2)]
     """
-    shapes = [torch.Size(shape) for shape in shapes]
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    sizes = [torch.Size(shape) for shape in shapes]
+    pieces = flat.split([size.numel() for size in sizes])
+    return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]

@@ -49,7 +49,7 @@ class Run:
         self.op: Collective | Await | None = None
         self.pending: Pending | None = None
         self.record: OpRecord | None = None
-        devices = [] if instead.device.type == "cpu" else [instead.device]
+        devices: list[int | str | torch.device] = [] if instead.device.type == "cpu" else [instead.device]
         self._instead: torch.Tensor | None = instead
         self._promise: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         self.future = self._promise.then(_unwrap)
