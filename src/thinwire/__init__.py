@@ -1,7 +1,8 @@
 """Fast and safe PyTorch data-parallel training on slow networks.
 
->>> import thinwire
->>> wire = thinwire.attach(ddp, thinwire.BF16())  # doctest: +SKIP
+Example::
+
+    wire = thinwire.attach(ddp, thinwire.BF16())
 """
 
 from thinwire.attach import Wire, attach

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.bridge import Bridge, agree_on, decline, managed_parameters, set_up_of
+from thinwire.bridge import Bridge, agree_on, decline, parameters_of, set_up_of
 from thinwire.errors import AttachError, OptionError, StateError, ThinwireError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.program import Memory, Program, describe
@@ -49,7 +49,11 @@ def attach(
     Returns:
         The wire. Keep it for `stats`, `swap` and `state_dict`; dropping it changes nothing.
 
-    >>> wire = thinwire.attach(ddp, thinwire.BF16())  # doctest: +SKIP
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.BF16())
+        ...  # train as before
+        print(wire.stats())
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(
@@ -174,7 +178,7 @@ class Wire:
     def _compare_replicas(self) -> None:
         ddp, engine = self._ddp(), self._bridge.engine
         assert ddp is not None, "its own hook is running"
-        replica = managed_parameters(ddp)
+        replica = parameters_of(ddp)
         own = fingerprints(replica.values())
         check = compare_replicas(list(replica), own, engine.step)
         engine.submit(check, label="the comparison of replicas", last=False, instead=own)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import MismatchError, ProgramError, UnavailableError
+from thinwire.errors import MismatchError, ProgramError, UnavailableError, WireError
 from thinwire.programs.program import Bucket, Memory, Outcome, Program, describe
 from thinwire.version import __version__
 from thinwire.wire.agree import Meeting, ranks_text
@@ -44,12 +44,14 @@ class Bridge:
         limit: timedelta | None = None,
         history: int = 1000,
     ) -> None:
-        self.names = {id(parameter): name for name, parameter in managed_parameters(ddp).items()}
+        parameters = parameters_of(ddp)
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.communicator = Communicator(group, limit)
         agree_on(set_up, self.communicator.meeting, self.communicator.limit)
         self.communicator.open()
-        device = next(iter(managed_parameters(ddp).values())).device
+        device = next(iter(parameters.values())).device
         self.engine = Engine(self.communicator, device=device, history=history)
+        self._latest = -1
         weakref.finalize(ddp, self.engine.close)
 
     def run(
@@ -57,14 +59,23 @@ class Bridge:
     ) -> "torch.futures.Future[torch.Tensor]":
         """Start the program on a bucket; the future holds what DDP shall write to the gradients."""
         check_bucket(grad_bucket)
-        bucket = self._describe(grad_bucket)
-        last = grad_bucket.is_last()
+        bucket, last = self._describe(grad_bucket), grad_bucket.is_last()
+        self._check_sequence(bucket, last)
         steps = _checked(program, bucket, memory)
         future = self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
         # Joined ranks (uneven inputs) call hooks outside of any backward: they learn of errors by futures.
         if last and torch._C._current_graph_task_id() != -1:
             Variable._execution_engine.queue_callback(self._before_ddp_finishes)
         return future
+
+    def _check_sequence(self, bucket: Bucket, last: bool) -> None:
+        """DDP hands over a step's buckets in rising order; one that falls back begins another step."""
+        if bucket.index <= self._latest:
+            raise WireError(
+                f"{bucket} came while step {self.engine.step} was not finished: its backward was interrupted"
+                f" after bucket {self._latest}, so ranks may have parted ways; resume from a checkpoint"
+            )
+        self._latest = -1 if last else bucket.index
 
     def _before_ddp_finishes(self) -> None:
         """Runs ahead of DDP's own final callback, in which it waits and copies bucket after bucket.
@@ -123,12 +134,15 @@ def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"shape {tuple(shape)}, {dtype}, on {device}"
 
 
-def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients DDP averages, by their names in the wrapped model."""
+def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that DDP keeps equal, by their names in the wrapped model.
+
+    Frozen ones too: they may have been frozen after DDP was made, which goes on averaging their gradients.
+    """
     return {
         name: parameter
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        if name not in ddp.parameters_to_ignore
     }
 
 
@@ -141,7 +155,7 @@ def set_up_of(ddp: DistributedDataParallel, program: Program, **options: object)
         **{f"option {name}": str(value) for name, value in options.items()},
         **{
             f"parameter {name}": f"{tuple(parameter.shape)} {parameter.dtype}"
-            for name, parameter in managed_parameters(ddp).items()
+            for name, parameter in parameters_of(ddp).items()
         },
     }
 

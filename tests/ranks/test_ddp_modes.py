@@ -239,6 +239,28 @@ def test_channels_last_parameters() -> None:
     run_ranks(channels_last, 2)
 
 
+def frozen(rank: int, world_size: int) -> None:
+    """Some parameters frozen before DDP is made, some after, some ignored by it."""
+
+    def run(attached: bool) -> torch.Tensor:
+        model = mlp()
+        model[0].bias.requires_grad_(False)
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ["4.bias"])
+        ddp = DDP(model, bucket_cap_mb=TINY_BUCKETS, find_unused_parameters=True)
+        model[2].weight.requires_grad_(False)
+        if attached:
+            thinwire.attach(ddp, Staged(), check_every=1)
+        for step in range(3):
+            ddp(batch(rank, step)).square().mean().backward()
+        return flat_gradients(model)
+
+    assert torch.equal(run(attached=True), run(attached=False))
+
+
+def test_frozen_and_ignored_parameters() -> None:
+    run_ranks(frozen, 2)
+
+
 def checkpointed(rank: int, world_size: int) -> None:
     """Reentrant checkpoints run backward inside backward, so a bucket may fill in a nested one."""
 

@@ -107,6 +107,34 @@ def test_a_rank_that_does_not_attach_is_named() -> None:
         assert "waited 1 s at 'attach' for rank 1" in text
 
 
+def interrupted(rank: int, world_size: int) -> tuple[str, str]:
+    """A user's own error in the middle of backward, caught, and training goes on as if nothing was."""
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    thinwire.attach(ddp, Staged())
+    ddp(batch(rank, 0)).square().mean().backward()
+
+    def stumble(gradient: torch.Tensor) -> None:
+        raise KeyError("a user's error")
+
+    trap = ddp.module[4].weight.register_hook(stumble)
+    with pytest.raises(KeyError, match="a user's error"):
+        ddp(batch(rank, 1)).square().mean().backward()
+    trap.remove()
+    try:
+        for step in range(2, 4):
+            ddp(batch(rank, step)).square().mean().backward()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("no error came")
+
+
+def test_a_backward_that_was_cut_off_cannot_be_continued() -> None:
+    """DDP refuses by itself, or thinwire does; nobody averages leftovers with a new step."""
+    for kind, text in run_ranks(interrupted, 2):
+        assert kind in ("RuntimeError", "WireError")
+        assert "Expected to have finished reduction" in text or "its backward was interrupted" in text
+
+
 @dataclass(frozen=True)
 class Shrinking:
     """Returns a mean that is one element short."""

@@ -134,6 +134,40 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
     assert echo.closed
 
 
+def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
+    def interrupted() -> Steps[torch.Tensor]:
+        yield AllReduce(torch.zeros(1))
+        raise KeyboardInterrupt
+
+    echo = Echo(delay=0)
+    engine = engine_on(echo, inline=True)
+    with pytest.raises(KeyboardInterrupt):
+        submit(engine, interrupted(), label="a", last=True)
+    with pytest.raises(WireError, match="interrupted by KeyboardInterrupt"):
+        submit(engine, staged(1), label="b", last=True)
+    assert "KeyboardInterrupt" in echo.meeting.words[0]
+    engine.close()
+
+
+def test_a_program_that_fails_to_clean_up_hangs_nobody() -> None:
+    def stubborn() -> Steps[torch.Tensor]:
+        try:
+            yield AllReduce(torch.zeros(1))
+            yield AllReduce(torch.zeros(1))
+        finally:
+            raise KeyError("in clean-up")
+        return torch.zeros(1)
+
+    echo = Echo()
+    echo.answer = RuntimeError("gone")
+    engine = engine_on(echo)
+    submit(engine, stubborn(), label="a", last=False)
+    submit(engine, staged(1), label="b", last=True)
+    with pytest.raises(WireError, match="gone"):
+        engine.settle()
+    engine.close()
+
+
 def test_a_failed_collective_names_what_was_waited_for_and_who_is_silent() -> None:
     echo = Echo()
     echo.answer = RuntimeError("Connection closed by peer\nmore")

@@ -13,7 +13,9 @@ from thinwire.wire.ops import AllReduce, Steps
 class Exact:
     """The mean of all ranks' gradients in their own precision, as DDP without a hook computes it.
 
-    >>> wire = thinwire.attach(ddp, Exact())  # doctest: +SKIP
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.Exact())
     """
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
@@ -44,7 +46,9 @@ class Reduced:
 def FP16() -> Program:  # noqa: N802 - reads as the program it makes
     """Gradients travel as float16: half of fp32's bytes, 11 significant bits, overflow above 65504.
 
-    >>> wire = thinwire.attach(ddp, FP16())  # doctest: +SKIP
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.FP16())
     """
     return Reduced(Cast(torch.float16))
 
@@ -54,6 +58,8 @@ def BF16() -> Program:  # noqa: N802 - reads as the program it makes
 
     The first thing to try: it cannot overflow where fp32 does not, and needs no tuning.
 
-    >>> wire = thinwire.attach(ddp, BF16())  # doctest: +SKIP
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.BF16())
     """
     return Reduced(Cast(torch.bfloat16))

@@ -65,8 +65,9 @@ class StepRecord:
 class Stats:
     """A snapshot: totals since attach, and the most recent steps.
 
-    >>> wire.stats().last.bytes_sent  # doctest: +SKIP
-    1048576
+    Example::
+
+        print(wire.stats().last.bytes_sent)
     """
 
     steps: int

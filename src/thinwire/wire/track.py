@@ -1,6 +1,7 @@
 """The engine without its thread: moves programs forward in the static order."""
 
 import collections
+import contextlib
 import threading
 import time
 from typing import Any
@@ -65,8 +66,9 @@ class Run:
         DDP cannot raise what a future holds without losing its type.
         """
         if self.program is not None:
-            self.program.close()
-            self.resolve(self._instead if self.step.guarded else error)
+            with contextlib.suppress(Exception):  # its clean-up is its own affair
+                self.program.close()
+            self.resolve(self._instead if self.step.guarded else _anew(error))
 
 
 class _LostError(Exception):
@@ -79,7 +81,7 @@ class _LostError(Exception):
 
 
 class Track:
-    """Moves runs forward, whichever thread pushes; never raises.
+    """Moves runs forward, whichever thread pushes; what goes wrong is kept in `error`, not raised.
 
     Only one thread at a time may `advance`: hold `lock`.
 
@@ -106,7 +108,7 @@ class Track:
         """
         if self.error is not None:
             cause, self.error.__cause__ = self.error.__cause__, None
-            raise type(self.error)(*self.error.args) from cause
+            raise _anew(self.error) from cause
 
     @property
     def mid_step(self) -> bool:
@@ -136,8 +138,9 @@ class Track:
                     self.fail(error)
                 except _LostError as lost:
                     self.fail(self._explain(lost, step))
-                except Exception as error:
-                    self.fail(WireError(f"{type(error).__name__}: {error}"))
+                except BaseException as error:  # Ctrl-C in backward's thread, or a defect of ours
+                    self.fail(WireError(f"interrupted by {type(error).__name__}: {error}"))
+                    raise
                 else:
                     if step.agenda.finished:
                         self._finish(step)
@@ -293,6 +296,11 @@ class Track:
         if silent:
             return f"No word from {ranks_text(silent)}: dead, stalled, or not taking part in this step."
         return " ".join(f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank)
+
+
+def _anew(error: ThinwireError) -> ThinwireError:
+    """The same error without a past."""
+    return type(error)(*error.args)
 
 
 def _unwrap(future: "torch.futures.Future[Any]") -> Any:
