@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.bridge import Bridge, agree_on, decline, parameters_of, set_up_of
+from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
 from thinwire.errors import AttachError, OptionError, StateError, ThinwireError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.program import Memory, Program, describe
@@ -147,11 +147,25 @@ class Wire:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state of the same program; valid before the first backward.
+        """Go on from a saved state of the same program; every rank must call it, each with its own state.
 
-        Raises StateError and changes nothing where the state does not fit.
+        Valid before the first backward. Raises StateError and changes nothing where the state does not fit,
+        MismatchError where ranks come from different steps.
         """
         self._between_steps("load_state_dict")
+        communicator = self._bridge.communicator
+        try:
+            memory = self._checked_state(state)
+        except StateError as error:
+            decline(str(error), communicator.meeting, topic="load_state_dict")
+            raise
+        saved = {"step": str(state["step"])}
+        agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
+        self._memory = memory
+        self._bridge.engine.step = state["step"]
+
+    def _checked_state(self, state: Mapping[str, Any]) -> Memory:
+        """The memory that a state holds, if all of the state fits."""
         if not isinstance(state, Mapping) or not {"format", "program", "step", "memory"} <= set(state):
             raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
         if state["format"] != _FORMAT:
@@ -166,8 +180,9 @@ class Wire:
         step = state["step"]
         if not isinstance(step, int) or step < 0:
             raise StateError(f"step={step!r} must be a whole number from 0 on")
-        self._memory.load_state_dict(state["memory"], set(self._bridge.names.values()))
-        self._bridge.engine.step = step
+        memory = Memory()
+        memory.load_state_dict(state["memory"], set(self._bridge.names.values()))
+        return memory
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         engine = self._bridge.engine
@@ -180,7 +195,7 @@ class Wire:
         assert ddp is not None, "its own hook is running"
         replica = parameters_of(ddp)
         own = fingerprints(replica.values())
-        check = compare_replicas(list(replica), own, engine.step)
+        check = compare_replicas(list(replica), own, engine.step, active=in_backward())
         engine.submit(check, label="the comparison of replicas", last=False, instead=own)
 
     def __reduce__(self) -> str:
@@ -191,7 +206,9 @@ class Wire:
 
     def _between_steps(self, what: str) -> None:
         if self._bridge.engine.mid_step:
-            raise AttachError(f"{what} was called during backward: call it between steps")
+            raise AttachError(
+                f"{what} was called during backward, or after one that was interrupted: call it between steps"
+            )
         self._bridge.engine.settle()
 
 
@@ -205,20 +222,24 @@ def _check_hooks(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _check_at_least(name: str, value: int, least: int, why: str) -> None:
-    if value < least:
-        raise OptionError(f"{name}={value} must be at least {least}: {why}")
+def _check_at_least(name: str, value: object, least: int, why: str) -> None:
+    if not isinstance(value, int) or value < least:
+        raise OptionError(f"{name}={value!r} must be a whole number, at least {least}: {why}")
 
 
-def _check_program(program: object) -> None:
+def _check_program(program: Program) -> None:
     if not callable(program) or isinstance(program, type):
         raise OptionError(f"program={program!r} is not a program: give an instance, such as thinwire.BF16()")
+    describe(program)
 
 
 def _limit(timeout: timedelta | float | None) -> timedelta | None:
     if timeout is None:
         return None
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):
+        limit = timedelta(0)
     if limit <= timedelta(0):
-        raise OptionError(f"timeout={timeout} must be positive: it limits every wait, in seconds")
+        raise OptionError(f"timeout={timeout!r} must be a positive number of seconds: it limits every wait")
     return limit

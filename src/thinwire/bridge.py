@@ -63,8 +63,7 @@ class Bridge:
         self._check_sequence(bucket, last)
         steps = _checked(program, bucket, memory)
         future = self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
-        # Joined ranks (uneven inputs) call hooks outside of any backward: they learn of errors by futures.
-        if last and torch._C._current_graph_task_id() != -1:
+        if last and in_backward():  # a joined rank learns of errors by the futures
             Variable._execution_engine.queue_callback(self._before_ddp_finishes)
         return future
 
@@ -96,6 +95,11 @@ class Bridge:
             world_size=self.communicator.size,
             step=self.engine.step,
         )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: ranks that have run out of inputs (Join) call hooks without it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def check_bucket(bucket: object) -> None:
@@ -182,11 +186,11 @@ def agree_on(set_up: dict[str, str], meeting: Meeting, limit: timedelta, topic: 
     )
 
 
-def decline(reason: str, meeting: Meeting) -> None:
+def decline(reason: str, meeting: Meeting, topic: str = _ATTACH) -> None:
     """Instead of agreeing: leave word, so that the other ranks raise at once rather than wait."""
     text = json.dumps({_REFUSED: reason})
-    meeting.post(_ATTACH, text)
-    meeting.post(_ATTACH + _IN_FULL, text)
+    meeting.post(topic, text)
+    meeting.post(topic + _IN_FULL, text)
 
 
 def _differences(set_ups: list[dict[str, str]]) -> list[str]:

@@ -117,7 +117,7 @@ def uneven(rank: int, world_size: int, program: thinwire.Program) -> torch.Tenso
     for attached in (False, True):
         ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
         if attached:
-            thinwire.attach(ddp, program)
+            thinwire.attach(ddp, program, check_every=2)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with Join([ddp]):
             for step in range(3 + 2 * rank):
@@ -204,13 +204,8 @@ class Empty(nn.Module):
 
 
 def empty_bucket(rank: int, world_size: int) -> None:
-    for program in (thinwire.Exact(), thinwire.BF16(), Staged()):
-        ddp = DDP(Empty())
-        wire = thinwire.attach(ddp, program)
-        train(ddp, rank, steps=3)
-        last = wire.stats().last
-        assert last is not None
-        assert {op.bucket for op in last.ops} == {0, 1}
+    for program in (thinwire.Exact(), Staged()):
+        assert both_ways(rank, Empty, program=program) >= 2
 
 
 def test_an_empty_bucket() -> None:

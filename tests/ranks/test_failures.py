@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import Staged, batch, mlp
+from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
 from thinwire import AllReduce, Bucket, Memory, Outcome, Steps
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -104,7 +107,7 @@ def absent_at_attach(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_rank_that_does_not_attach_is_named() -> None:
     for kind, text in run_ranks(absent_at_attach, 3)[::2]:
         assert kind == "WireError"
-        assert "waited 1 s at 'attach' for rank 1" in text
+        assert "could not meet the others at 'attach': after 1 s a rank gave up on rank 1" in text
 
 
 def interrupted(rank: int, world_size: int) -> tuple[str, str]:
@@ -135,64 +138,127 @@ def test_a_backward_that_was_cut_off_cannot_be_continued() -> None:
         assert "Expected to have finished reduction" in text or "its backward was interrupted" in text
 
 
-@dataclass(frozen=True)
-class Shrinking:
-    """Returns a mean that is one element short."""
+class OddError(thinwire.ThinwireError):
+    """A user's error whose constructor does not take what it keeps."""
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        mean = yield AllReduce(bucket.buffer)
-        return Outcome(mean[:-1])
+    def __init__(self, number: int, *, reason: str) -> None:
+        super().__init__(f"error {number}: {reason}")
 
 
 @dataclass(frozen=True)
-class Bare:
-    """Returns a tensor where an outcome is due."""
+class Wrong:
+    """Exact, until in step 2 a bucket in the middle goes wrong."""
+
+    how: str
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Any:
-        mean = yield AllReduce(bucket.buffer)
-        return mean
+        mean = yield AllReduce(bucket.buffer.mul_(1 / bucket.world_size))
+        if bucket.step == 2 and bucket.index == 2:
+            if self.how == "shrinks":
+                return Outcome(mean[:-1])
+            if self.how == "bare":
+                return mean
+            if self.how == "babbles":
+                yield "hello"
+            if self.how == "sums bytes":
+                yield AllReduce(bucket.buffer.to(torch.float8_e4m3fn))
+            if self.how == "own error":
+                raise OddError(7, reason="mine")
+            if self.how == "exits":
+                raise SystemExit(3)
+        return Outcome(mean)
 
 
-@dataclass(frozen=True)
-class Babbling:
-    """Yields something that is no collective."""
-
-    def __call__(self, bucket: Bucket, memory: Memory) -> Any:
-        yield "hello"
-
-
-@dataclass(frozen=True)
-class Unsummable:
-    """All-reduces a type that nothing can sum."""
-
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        yield AllReduce(bucket.buffer.to(torch.float8_e4m3fn))
-        return Outcome(bucket.buffer)
-
-
-def wrong(rank: int, world_size: int, program: Any) -> tuple[str, str, bool]:
+def wrong(rank: int, world_size: int, how: str) -> tuple[str, str, bool]:
     ddp = DDP(mlp(), bucket_cap_mb=0.002)
-    before = [parameter.detach().clone() for parameter in ddp.parameters()]
-    thinwire.attach(ddp, program)
-    kind, text, _ = train_until_error(rank, ddp)
-    unchanged = all(torch.equal(old, new) for old, new in zip(before, ddp.parameters(), strict=True))
-    return kind, text, unchanged
+    thinwire.attach(ddp, Wrong(how))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = torch.empty(0)
+    try:
+        for step in range(10):
+            before = flat_parameters(ddp.module)
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+    except (thinwire.ThinwireError, SystemExit) as error:
+        return type(error).__name__, str(error), torch.equal(before, flat_parameters(ddp.module))
+    raise AssertionError("no error came")
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("how", "kinds", "said"),
     [
-        (Shrinking(), "returned a mean of shape"),
-        (Bare(), "returned a Tensor for bucket 0"),
-        (Babbling(), "yielded 'hello'"),
-        (Unsummable(), "cannot be summed"),
+        ("shrinks", {"ProgramError"}, "returned a mean of shape"),
+        ("bare", {"ProgramError"}, "returned a Tensor for bucket 2"),
+        ("babbles", {"ProgramError"}, "yielded 'hello'"),
+        ("sums bytes", {"ProgramError"}, "cannot be summed"),
+        ("own error", {"OddError"}, "error 7: mine"),
+        ("exits", {"WireError", "SystemExit"}, "3"),  # whichever thread took the turn
     ],
 )
-def test_a_program_that_breaks_the_rules_is_named_on_every_rank(program: Any, said: str) -> None:
-    for kind, text, unchanged in run_ranks(wrong, 2, program):
-        assert kind == "ProgramError"
+def test_a_program_that_goes_wrong_is_named_on_every_rank(how: str, kinds: set[str], said: str) -> None:
+    for kind, text, unchanged in run_ranks(wrong, 2, how):
+        assert kind in kinds
         assert said in text
-        assert unchanged
+        assert unchanged, "parameters changed although backward raised"
+
+
+@dataclass(frozen=True)
+class Multiplying:
+    """Sends what a matrix product gives, whose dtype autocast would change."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        row = bucket.buffer.view(1, -1)
+        product = yield AllReduce(row.t() @ torch.ones(1, 1))
+        assert product.dtype == torch.float32
+        total = yield AllReduce(product)
+        return Outcome(total.flatten() * (1 / bucket.world_size**2))
+
+
+def under_autocast(rank: int, world_size: int) -> torch.Tensor:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    thinwire.attach(ddp, Multiplying())
+    for step in range(20):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ddp(batch(rank, step)).float().square().mean().backward()
+    return flat_gradients(ddp.module)
+
+
+def test_autocast_around_backward_does_not_reach_programs() -> None:
+    first, second = run_ranks(under_autocast, 2)
+    assert torch.equal(first, second)
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, thinwire
+from torch.nn.parallel import DistributedDataParallel as DDP
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(8))), bucket_cap_mb=0.01)
+wire = thinwire.attach(ddp, thinwire.BF16())
+for step in range(3):
+    if sys.argv[3] == "exit" and step == 2:
+        ddp.module[3].weight.register_hook(lambda gradient: sys.exit(5))
+    ddp(torch.ones(2, 50)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 5)])
+def test_a_process_ends_by_itself_with_its_own_code(tmp_path: Path, how: str, code: int) -> None:
+    """Without any clean-up by the user: at the end of the script, or in the middle of a step."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), str(tmp_path / "meet"), how],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == code, errors
 
 
 def some_buckets_only(rank: int, world_size: int) -> tuple[str, str, float]:

@@ -135,6 +135,35 @@ def test_a_group_given_as_state_is_the_one_averaged_over() -> None:
         assert torch.equal(got, expected)
 
 
+def rewrapped(rank: int, world_size: int) -> tuple[bool, str]:
+    """The module gets a second DDP, over another group, while the first one lives."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = mlp()
+    first = DDP(model)
+    first.register_comm_hook(None, allreduce_hook)
+    first(batch(rank, 0)).square().mean().backward()
+    second = DDP(model, process_group=pairs[rank // 2])
+    second.register_comm_hook(None, allreduce_hook)
+    try:
+        second(batch(rank, 1)).square().mean().backward()
+    except thinwire.UnavailableError as error:
+        said = str(error)
+    del first, second
+    third = DDP(model, process_group=pairs[rank // 2])
+    third.register_comm_hook(None, allreduce_hook)
+    third.zero_grad()
+    third(batch(rank, 2)).square().mean().backward()
+    plain = DDP(mlp(), process_group=pairs[rank // 2])
+    plain(batch(rank, 2)).square().mean().backward()
+    return torch.equal(flat_gradients(model), flat_gradients(plain.module)), said
+
+
+def test_a_module_wrapped_twice_is_refused_until_one_is_gone() -> None:
+    for equal, said in run_ranks(rewrapped, 4):
+        assert "2 DDP models with hooks own this bucket's parameters" in said
+        assert equal
+
+
 def enumerated(rank: int, world_size: int) -> None:
     exact = gradient_with(None, rank)
     for kind in DDPCommHookType:
@@ -191,4 +220,4 @@ def wrong_state(rank: int, world_size: int) -> str:
 
 def test_a_state_that_is_no_group_is_refused() -> None:
     for error in run_ranks(wrong_state, 2):
-        assert "the hook's state is a str: it must be a process group" in error
+        assert "the hook's state is 'world': it must be a process group" in error

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from thinwire import BF16, FP16, AllReduce, Bucket, Exact, Memory, Outcome, Program, Steps
+from thinwire import BF16, FP16, AllReduce, Bucket, Exact, Memory, OptionError, Outcome, Program, Steps
 from thinwire.programs.program import describe
 from thinwire.wire.simulate import simulate
 
@@ -90,5 +91,12 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
         return Outcome(mean)
 
     assert describe(FP16()) == "Reduced(codec=Cast(dtype=torch.float16))"
-    assert "0x" not in describe(mine)
-    assert "mine" in describe(mine)
+    assert describe(mine).endswith("mine")
+    assert describe(functools.partial(mine, memory=None)).endswith("mine, memory=None)")  # type: ignore[arg-type]
+
+    class Opaque:
+        def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+            return mine(bucket, memory)
+
+    with pytest.raises(OptionError, match=r"does not show its options, .* frozen dataclass"):
+        describe(Opaque())

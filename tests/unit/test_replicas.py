@@ -42,6 +42,20 @@ def test_the_first_drifted_parameter_is_named() -> None:
     good = [torch.ones(3), torch.zeros(2), torch.zeros(1)]
     bad = [torch.ones(3), torch.ones(2), torch.ones(1)]
     names = ["a", "b", "c"]
-    ranks = [[compare_replicas(names, fingerprints(model), 12)] for model in (good, good, bad)]
+    ranks = [[compare_replicas(names, fingerprints(model), 12, active=True)] for model in (good, good, bad)]
     with pytest.raises(DriftError, match=r"step 12 parameter 'b' on rank 2 .*2 of 3 parameters differ"):
         simulate(ranks)
+
+
+def test_ranks_that_ran_out_of_inputs_are_not_compared() -> None:
+    joined, good, bad = [torch.zeros(2)], [torch.ones(2)], [torch.zeros(2)]
+    for third, drifts in ((good, False), (bad, True)):
+        ranks = [
+            [compare_replicas(["w"], fingerprints(model), 3, active=active)]
+            for model, active in ((joined, False), (good, True), (third, True))
+        ]
+        if drifts:
+            with pytest.raises(DriftError, match="'w' on rank 2 is not what rank 1 holds"):
+                simulate(ranks)
+        else:
+            simulate(ranks)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.bridge import Bridge, check_bucket, set_up_of
+from thinwire.bridge import Bridge, check_bucket, in_backward, set_up_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.program import Memory, Program
 
@@ -16,6 +16,8 @@ _bridges: "weakref.WeakKeyDictionary[DistributedDataParallel, dict[dist.ProcessG
     weakref.WeakKeyDictionary()
 )
 _owners = WeakTensorKeyDictionary()  # parameter -> weak reference to its DDP model
+_forwards: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
+"""How many forwards each known model has run since its last backward."""
 
 
 def run_program(
@@ -29,7 +31,7 @@ def run_program(
     group = ddp.process_group if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
-            f"the hook's state is a {type(group).__name__}: it must be a process group, or None for the"
+            f"the hook's state is {group!r}: it must be a process group that this rank is in, or None for the"
             " DDP model's own"
         )
     bridges = _bridges.setdefault(ddp, {})
@@ -41,25 +43,34 @@ def run_program(
 def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:
     """The DDP model whose gradients these are.
 
-    DDP tells a hook nothing of itself, so it is looked for once, among all living objects.
+    DDP tells a hook nothing of itself, so it is looked for among all living objects, once; and again when a
+    step begins that the known model has run no forward for: another one may own the parameters now.
     """
     check_bucket(bucket)
     parameter = bucket.parameters()[0]
     known = _owners.get(parameter)
     owner: DistributedDataParallel | None = known() if known is not None else None
-    if owner is None:
+    first = bucket.index() == 0 and in_backward()
+    if owner is None or (first and not _forwards[owner]):
         owner = _find_owner(parameter)
-        _owners[parameter] = weakref.ref(owner)
+        for own in owner.module.parameters():
+            _owners[own] = weakref.ref(owner)
+        if owner not in _forwards:
+            owner.register_forward_pre_hook(_count_forward)
+    if first or owner not in _forwards:
+        _forwards[owner] = 0
     return owner
 
 
+def _count_forward(model: torch.nn.Module, inputs: object) -> None:
+    _forwards[model] = _forwards.get(model, 0) + 1
+
+
 def _find_owner(parameter: torch.Tensor) -> DistributedDataParallel:
-    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    owners: list[DistributedDataParallel] = [
-        model
-        for model in models
-        if model._comm_hooks and any(parameter is own for own in model.module.parameters())
-    ]
+    owners = _living_owners(parameter)
+    if len(owners) != 1:
+        gc.collect()  # one that was dropped may be waiting to be collected
+        owners = _living_owners(parameter)
     if len(owners) == 1:
         return owners[0]
     found = "no DDP model" if not owners else f"{len(owners)} DDP models with hooks"
@@ -67,3 +78,12 @@ def _find_owner(parameter: torch.Tensor) -> DistributedDataParallel:
         f"{found} own this bucket's parameters, so the group to average over is unclear (gc.freeze() hides"
         " models; wrapping a module twice doubles them): use thinwire.attach(ddp, program) instead"
     )
+
+
+def _living_owners(parameter: torch.Tensor) -> list[DistributedDataParallel]:
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return [
+        model
+        for model in models
+        if getattr(model, "_comm_hooks", None) and any(parameter is own for own in model.module.parameters())
+    ]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from thinwire.errors import StateError
+from thinwire.errors import OptionError, StateError
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
 
@@ -74,11 +74,17 @@ class Program(Protocol):
 
 
 def describe(program: Program) -> str:
-    """A program and its options as text: equal on all ranks where the programs are equal.
+    """A program and its options as text: equal on all ranks just where the programs are equal.
 
-    Frozen dataclasses have it from their repr; of plain functions and objects the address is left out.
+    Frozen dataclasses have it from their repr; of functions the address is left out.
     """
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(program))
+    text = re.sub(r"<function (\S+) at 0x[0-9a-fA-F]+>", r"\1", repr(program))
+    if re.search(r" at 0x[0-9a-fA-F]+", text):
+        raise OptionError(
+            f"program={text} does not show its options, so ranks cannot compare them: make its class a frozen"
+            " dataclass, or give it a __repr__ that shows them"
+        )
+    return text
 
 
 class Memory:

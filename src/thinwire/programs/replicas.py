@@ -34,17 +34,23 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([fingerprint(tensor) for tensor in tensors])
 
 
-def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int) -> Steps[torch.Tensor]:
-    """Gather all ranks' fingerprints; raise on every rank, naming the first parameter that differs."""
-    table = yield AllGather(own)
+def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int, active: bool) -> Steps[torch.Tensor]:
+    """Gather all ranks' fingerprints; raise on every rank, naming the first parameter that differs.
+
+    Ranks that are not `active`, having run out of inputs, take part but are not compared: their parameters
+    are brought up to date at the end.
+    """
+    gathered = yield AllGather(torch.cat([own.new_tensor([active]), own]))
+    ranks = gathered[:, 0].nonzero().flatten()
+    table = gathered[ranks, 1:]
     differs = (table != table[0]).any(0)
     if differs.any():
         place = int(differs.nonzero()[0])
-        ranks = (table[:, place] != table[0, place]).nonzero().flatten().tolist()
+        drifted = ranks[table[:, place] != table[0, place]].tolist()
         raise DriftError(
-            f"at step {step} parameter {names[place]!r} on {ranks_text(ranks)} is not what rank 0 holds"
-            f" ({int(differs.sum())} of {len(names)} parameters differ): something updates parameters on"
-            " some ranks only (an optimizer's state, a skipped step, an in-place edit); resume from the"
-            " last checkpoint that passed the check"
+            f"at step {step} parameter {names[place]!r} on {ranks_text(drifted)} is not what rank"
+            f" {int(ranks[0])} holds ({int(differs.sum())} of {len(names)} parameters differ): something"
+            " updates parameters on some ranks only (an optimizer's state, a skipped step, an in-place edit);"
+            " resume from the last checkpoint that passed the check"
         )
     return own

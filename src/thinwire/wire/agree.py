@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from thinwire.errors import WireError
 
 _FIRST_POLL, _LAST_POLL = 0.002, 0.1
+_MET = "met"
 
 
 class Meeting:
@@ -24,27 +25,33 @@ class Meeting:
         self._reported = False
 
     def gather(self, topic: str, text: str, limit: timedelta) -> list[str]:
-        """Every rank's text on a topic, by rank.
+        """Every rank's text on a topic, by rank; or WireError, on every rank, naming the absent ones.
 
-        The n-th call on a topic meets the other ranks' n-th call on it. Raises WireError, naming the
-        absent ranks, when some rank does not call within `limit`.
+        The n-th call on a topic meets the other ranks' n-th call on it. Either all ranks have met within
+        `limit`, or none has: a rank that comes late finds that the others have given up.
         """
-        keys = self.post(topic, text)
+        occasion = self.post(topic, text)
+        keys = self._keys(topic, occasion)
         absent = self._await(keys, limit)
-        if absent:
+        verdict = f"thinwire/{topic}/{occasion}/verdict"
+        wanted = f"gave up on {ranks_text(absent)}" if absent else _MET
+        agreed = self.store.compare_set(verdict, "", wanted).decode()
+        if agreed != _MET:
             raise WireError(
-                f"rank {self.rank} waited {limit.total_seconds():g} s at {topic!r} for"
-                f" {ranks_text(absent)}: every rank of the group must make the same calls in the same"
-                " order; look at the logs of the missing rank"
+                f"rank {self.rank} could not meet the others at {topic!r}: after {limit.total_seconds():g} s"
+                f" a rank {agreed}. Every rank of the group must make the same calls in the same order; look"
+                " at the logs of the missing rank"
             )
         return [self.store.get(key).decode() for key in keys]
 
-    def post(self, topic: str, text: str) -> list[str]:
-        """Say something on a topic without waiting for the others; returns all ranks' keys."""
+    def post(self, topic: str, text: str) -> int:
+        """Say something on a topic without waiting for the others; returns the occasion's number."""
         occasion = self.count(topic)
-        keys = [f"thinwire/{topic}/{occasion}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], text)
-        return keys
+        self.store.set(self._keys(topic, occasion)[self.rank], text)
+        return occasion
+
+    def _keys(self, topic: str, occasion: int) -> list[str]:
+        return [f"thinwire/{topic}/{occasion}/{rank}" for rank in range(self.size)]
 
     def count(self, topic: str) -> int:
         """How often this rank has come to a topic, this time included, in the life of the store."""

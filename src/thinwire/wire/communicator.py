@@ -63,7 +63,10 @@ class Communicator:
         """Make the process group; the second call does nothing."""
         if self.size == 1 or self._group is not None:
             return
-        self._group = _new_group(self._parent, self.meeting, self.limit - self.roll_call)
+        try:
+            self._group = _new_group(self._parent, self.meeting, self.limit - self.roll_call)
+        except RuntimeError as error:
+            raise WireError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
         self.meeting = Meeting(self._group)
 
     def close(self) -> None:

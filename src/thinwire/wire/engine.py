@@ -20,8 +20,9 @@ from thinwire.wire.meter import Meter, Stats, StepTrace
 from thinwire.wire.ops import Steps
 from thinwire.wire.track import Run, Step, Track
 
-_FIRST_POLL, _LAST_POLL = 0.002, 0.032
-_JOIN_SECONDS = 5.0
+_FIRST_POLL, _LAST_POLL = 0.001, 0.016
+_JOIN_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 _CPU = torch.device("cpu")
 
 
@@ -47,7 +48,7 @@ class Engine:
         self._inline = device.type != "cpu" if inline is None else inline
         self._device = device
         self._side_stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
-        self._track = Track(communicator, self.meter, timed=device.type == "cpu")
+        self._track = Track(communicator, self.meter, device.type)
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: look again, False: stop
         self._thread: threading.Thread | None = None
         self._open: Step | None = None
@@ -64,14 +65,13 @@ class Engine:
         if self._closed:
             raise WireError(f"{label} was submitted to a closed wire: its DDP model is gone")
         self._track.raise_error()
-        first = self._open is None
         run = Run(program, label, last, self._current_step(), instead)
         if last:
             self._ended, self._open = run.step, None
             self.step += 1
         self._track.add(run)
-        stuck = self._push()
-        if not self._inline and (first or stuck or last):
+        self._push()
+        if not self._inline:
             self._start_thread()
             self._inbox.put(True)
         return run.future
@@ -95,7 +95,9 @@ class Engine:
     def settle(self) -> None:
         """Wait until the last step that was ended is done; raise what went wrong."""
         if self._ended is not None:
-            self._ended.done.wait()
+            while not self._ended.done.wait(_LOOK_SECONDS):
+                if self._thread is not None and not self._thread.is_alive():
+                    raise WireError("the wire thread has died, so this step will not end: restart the job")
             self._ended = None
         self._track.raise_error()
 
@@ -113,20 +115,19 @@ class Engine:
         # The garbage collector calls this too, and may be running on the wire thread itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
-            if thread.is_alive():  # inside a collective; leaving the group would wait for it as well
+            if thread.is_alive():  # inside a collective; it will leave the group when that ends
                 return
         self._track.join(_JOIN_SECONDS)
         self._communicator.close()
 
-    def _push(self) -> bool:
-        """Move the track from this thread, unless the wire thread is at it; whether it must wait."""
-        if not self._track.lock.acquire(blocking=False):
-            return True
-        try:
-            with self._beside_backward():
-                return self._track.advance(wait=self._inline)
-        finally:
-            self._track.lock.release()
+    def _push(self) -> None:
+        """Move the track from this thread, unless the wire thread is at it."""
+        if self._track.lock.acquire(blocking=False):
+            try:
+                with self._beside_backward():
+                    self._track.advance(wait=self._inline)
+            finally:
+                self._track.lock.release()
 
     def _current_step(self) -> Step:
         if self._open is None:
@@ -156,28 +157,34 @@ class Engine:
 def _serve(track: Track, inbox: "queue.SimpleQueue[bool]") -> None:
     """The wire thread: it knows the track, never the engine or the model, so it keeps neither alive."""
     while _receive(track, inbox):
-        with track.lock:
+        # What interrupts a program here (SystemExit, say) took the wire down: backward raises it.
+        with track.lock, contextlib.suppress(BaseException):
             track.advance(wait=True)
+    track.communicator.close()
 
 
 def _receive(track: Track, inbox: "queue.SimpleQueue[bool]") -> bool:
-    """Sleep until there is something to do; during a step, note now and then which collectives ended.
+    """Sleep until there is something to do; meanwhile note when collectives end.
 
     (A completion callback would be exact, but it would run Python on the backend's threads, and those
     abort the process if they complete while the interpreter shuts down.)
     """
     poll = _FIRST_POLL
-    limit = track.communicator.limit.total_seconds()
-    while track.mid_step:
+    while track.in_flight():
         with contextlib.suppress(queue.Empty):
             return inbox.get(timeout=poll)
-        poll = _FIRST_POLL if track.note_ends() else min(2 * poll, _LAST_POLL)
-        if time.monotonic() - track.latest_arrival > limit:
-            with track.lock:
+        poll = min(2 * poll, _LAST_POLL)
+    if track.mid_step:
+        limit = track.communicator.limit.total_seconds()
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=limit)
+        with track.lock:
+            if track.mid_step and time.monotonic() - track.latest_arrival >= limit:
                 track.fail(
                     WireError(
                         f"the step's last bucket did not come within {limit:g} s: backward was interrupted,"
                         " or a hook of yours passes only some buckets to thinwire; pass it all of them"
                     )
                 )
+        return True
     return inbox.get()

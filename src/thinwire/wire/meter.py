@@ -32,8 +32,10 @@ class StepRecord:
         step: Counted from 0; accumulation steps under `no_sync` do not count.
         ops: Every collective, in issue order: the same on every rank.
         compute_seconds: Time spent in the programs themselves (encode, decode, matmuls).
-        wire_seconds: Time during which at least one collective was under way.
-        exposed_seconds: Time that backward spent waiting after its own work was done.
+        wire_seconds: Time during which at least one collective was under way. The end of one that nobody
+            waits for is noticed late, by up to its own length, and at least 1 ms.
+        exposed_seconds: Time that backward spent waiting after its own work was done. (In the first step
+            of `static_graph` DDP waits where we cannot look, and this says 0.)
     """
 
     step: int
@@ -147,7 +149,7 @@ class Meter:
 def _covered(ops: Iterable[OpRecord]) -> float:
     """Length of the union of the intervals in which collectives were under way."""
     total, until = 0.0, 0.0
-    for op in sorted(ops, key=lambda op: op.issued):
+    for op in sorted((op for op in ops if op.kind != Await.__name__), key=lambda op: op.issued):
         ended = op.issued if op.ended is None else op.ended
         if ended > until:
             total += ended - max(op.issued, until)

@@ -28,6 +28,11 @@ class Step:
         self.guarded = False
         """Whether somebody is certain to raise the step's error, so that futures need not carry it."""
 
+    def end(self) -> None:
+        """Nothing more will happen; let go of the buckets."""
+        self.runs.clear()
+        self.done.set()
+
 
 class Run:
     """One submitted program on its way to the end.
@@ -89,13 +94,13 @@ class Track:
     everything submitted later gets the same error.
     """
 
-    def __init__(self, communicator: Communicator, meter: Meter, *, timed: bool) -> None:
+    def __init__(self, communicator: Communicator, meter: Meter, device_type: str) -> None:
         self.communicator = communicator
         self.lock = threading.Lock()
         self.error: ThinwireError | None = None
         self.latest_arrival = 0.0
         self._meter = meter
-        self._timed = timed
+        self._device_type = device_type
         self._arriving: collections.deque[Run] = collections.deque()
         self._step: Step | None = None
         self._hanging_up: threading.Thread | None = None
@@ -120,36 +125,43 @@ class Track:
         self.latest_arrival = time.monotonic()
         self._arriving.append(run)
 
-    def advance(self, *, wait: bool) -> bool:
-        """Go as far as the order allows; unless `wait`, only as far as no collective is waited for.
+    def advance(self, *, wait: bool) -> None:
+        """Go as far as the order allows; unless `wait`, only as far as no collective is waited for."""
+        interrupt: BaseException | None = None
+        # Whichever thread this is: programs must not see its modes, or timing would change their numbers.
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            while (step := self._admit()) is not None:
+                stuck, failure = False, self.error
+                if failure is None:
+                    stuck, failure, interrupt = self._attempt(step, wait)
+                if failure is not None:
+                    self.fail(failure)
+                elif step.agenda.finished:
+                    self._finish(step)
+                elif stuck or not self._arriving:
+                    return
+        if interrupt is not None:
+            raise interrupt
 
-        Returns whether it stopped because a collective is still under way.
+    def _attempt(self, step: Step, wait: bool) -> tuple[bool, ThinwireError | None, BaseException | None]:
+        """Take turns; whether that got stuck, what failed, and what interrupted it.
+
+        Failures are dealt with by the caller: what is raised while an exception is being handled remembers
+        that one, and through it the model.
         """
-        with torch.no_grad():
-            while self._admit():
-                assert self._step is not None
-                step = self._step
-                if self.error is not None:
-                    self.fail(self.error)
-                    continue
-                try:
-                    stuck = self._take_turns(step, wait)
-                except ThinwireError as error:
-                    self.fail(error)
-                except _LostError as lost:
-                    self.fail(self._explain(lost, step))
-                except BaseException as error:  # Ctrl-C in backward's thread, or a defect of ours
-                    self.fail(WireError(f"interrupted by {type(error).__name__}: {error}"))
-                    raise
-                else:
-                    if step.agenda.finished:
-                        self._finish(step)
-                    elif stuck or not self._arriving:
-                        return stuck
-        return False
+        lost: _LostError | None = None
+        try:
+            return self._take_turns(step, wait), None, None
+        except ThinwireError as error:
+            return False, error, None
+        except _LostError as error:
+            lost = error
+        except BaseException as error:  # Ctrl-C in backward's thread, or a defect of ours
+            return False, WireError(f"interrupted by {type(error).__name__}: {error}"), error
+        return False, self._explain(lost, step), None
 
-    def _admit(self) -> bool:
-        """Take in what has arrived for the step under way, or begin the next; whether there is one."""
+    def _admit(self) -> Step | None:
+        """Take in what has arrived for the step under way, or begin the next; the step, if there is one."""
         if self._step is None and self._arriving:
             self._step = self._arriving[0].step
         while self._arriving and self._arriving[0].step is self._step:
@@ -158,17 +170,19 @@ class Track:
             run.step.agenda.arrive()
             if run.last:
                 run.step.agenda.close()
-        return self._step is not None
+        return self._step
 
-    def note_ends(self) -> bool:
-        """Note which collectives have ended since the last look; whether any had. Needs no lock."""
-        step, noted = self._step, False
+    def in_flight(self) -> bool:
+        """Whether a collective is under way; notes the end of those that are not any more. Needs no lock."""
+        step, flying = self._step, False
         for run in tuple(step.runs) if step else ():
             pending, record = run.pending, run.record
-            if pending is not None and record is not None and record.ended is None and pending.done():
-                record.ended = time.perf_counter()
-                noted = True
-        return noted
+            if pending is not None and record is not None and record.ended is None:
+                if pending.done():
+                    record.ended = time.perf_counter()
+                else:
+                    flying = True
+        return flying
 
     def fail(self, error: ThinwireError) -> None:
         """Give every program of the step the error, tell the other ranks, and hang up."""
@@ -180,7 +194,7 @@ class Track:
         for run in step.runs if step else ():
             run.fail(error)
         if step:
-            step.done.set()
+            step.end()
         self._hang_up()
 
     def join(self, seconds: float) -> None:
@@ -206,13 +220,13 @@ class Track:
         """What the run's last collective delivered; None before its first."""
         if run.pending is None or run.record is None:
             return None
-        started, reason = time.perf_counter(), ""
+        started, received, reason = time.perf_counter(), None, None
         try:
             received = run.pending.wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
         ended = time.perf_counter()
-        if reason:  # raised out here, so that no traceback holds on to the collective
+        if reason is not None:  # raised out here, so that no traceback holds on to the collective
             raise _LostError(run, ended - started, reason)
         if run.record.ended is None:
             run.record.ended = ended
@@ -250,9 +264,9 @@ class Track:
     def _finish(self, step: Step) -> None:
         now = time.perf_counter()
         exposed = now - step.awaited_since if step.awaited_since is not None else 0.0
-        self._meter.add(step.trace.finish(exposed, timed=self._timed))
+        self._meter.add(step.trace.finish(exposed, timed=self._device_type == "cpu"))
         self._step = None
-        step.done.set()
+        step.end()
 
     def _explain(self, lost: _LostError, step: Step) -> WireError:
         """The error for a collective that failed, naming the ranks that may have caused it."""
@@ -299,8 +313,11 @@ class Track:
 
 
 def _anew(error: ThinwireError) -> ThinwireError:
-    """The same error without a past."""
-    return type(error)(*error.args)
+    """The same error without a past; a subclass's constructor may want other arguments than it keeps."""
+    copy = type(error).__new__(type(error))
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def _unwrap(future: "torch.futures.Future[Any]") -> Any:
