@@ -136,6 +136,7 @@ def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) ->
     """
     ranks = dist.get_process_group_ranks(parent)
     backend = dist.get_backend(parent)
+    name: Any = f"{parent.group_name}_thinwire_{meeting.count('group')}"  # newer torch types names
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -143,7 +144,7 @@ def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) ->
         ranks,
         dist.get_backend_config(parent) if backend == dist.Backend.UNDEFINED else backend,
         meeting.store,
-        distributed_c10d.GroupName(f"{parent.group_name}_thinwire_{meeting.count('group')}"),
+        name,
         timeout=limit,
         group_desc="thinwire",
     )
