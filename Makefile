@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/python -m examples.demo
+	$(BIN)/python examples/demo.py
 
 test: lint
 	$(BIN)/pytest
@@ -19,12 +19,13 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python benchmarks/overhead.py
 
-# Reinstalled only when what it installs changes.
-$(READY): pyproject.toml constraints.txt
+# Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
+$(READY): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c "import pathlib, site; pathlib.Path(site.getsitepackages()[0], 'checkout.pth').write_text('$(CURDIR)')"
 	touch $(READY)
 
 clean:

@@ -1,6 +1,6 @@
 """What does thinwire cost where it does not help? The exact mean over loopback, against plain DDP.
 
-    python -m benchmarks.overhead
+    .venv/bin/python benchmarks/overhead.py
 
 Every round runs one step of each variant, in random order, between barriers; the ratio to plain DDP is
 taken within the round, and the median over rounds is reported with its quartiles.

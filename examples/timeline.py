@@ -1,6 +1,6 @@
 """A program of your own in ten lines, and a picture of how the engine runs it.
 
-    python -m examples.timeline docs/timeline.svg
+    .venv/bin/python examples/timeline.py docs/timeline.svg
 
 Draws one step on two ranks: each row a bucket, each bar a collective on its way.
 """
