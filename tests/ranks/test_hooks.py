@@ -53,15 +53,18 @@ def on_cpu(rank: int, world_size: int) -> None:
     assert not torch.equal(gradient_with(noop_hook, rank), exact)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_hook_runs_on_cpu_over_gloo(world_size: int) -> None:
-    run_ranks(on_cpu, world_size) if world_size > 1 else run_ranks(single, world_size)
+def test_every_hook_runs_on_cpu_over_gloo() -> None:
+    run_ranks(on_cpu, 3)
 
 
 def single(rank: int, world_size: int) -> None:
     exact = gradient_with(None, rank)
     assert torch.equal(gradient_with(allreduce_hook, rank), exact)
     torch.testing.assert_close(gradient_with(bf16_compress_hook, rank), exact, rtol=2e-2, atol=1e-5)
+
+
+def test_hooks_on_a_single_rank() -> None:
+    run_ranks(single, 1)
 
 
 def foreign(rank: int, world_size: int) -> None:
@@ -113,25 +116,18 @@ def test_fp16_divides_before_it_casts() -> None:
         assert gradient == [float("inf")] * 4  # torch's, which is why
 
 
-def own_group(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expected = gradient_with(None, rank, process_group=pairs[rank // 2])
-    return gradient_with(allreduce_hook, rank, process_group=pairs[rank // 2]), expected
+def in_pairs(rank: int, world_size: int, given: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair is the model's own group, or is given to the hook of a model that spans the world."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    expected = gradient_with(None, rank, process_group=pair)
+    if given == "to the model":
+        return gradient_with(allreduce_hook, rank, process_group=pair), expected
+    return gradient_with(allreduce_hook, rank, state=pair), expected
 
 
-def test_none_means_the_models_own_group() -> None:
-    for got, expected in run_ranks(own_group, 4):
-        assert torch.equal(got, expected)
-
-
-def given_group(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expected = gradient_with(None, rank, process_group=pairs[rank // 2])
-    return gradient_with(allreduce_hook, rank, state=pairs[rank // 2]), expected
-
-
-def test_a_group_given_as_state_is_the_one_averaged_over() -> None:
-    for got, expected in run_ranks(given_group, 4):
+@pytest.mark.parametrize("given", ["to the model", "to the hook"])
+def test_the_group_averaged_over_is_the_hooks_or_else_the_models_own(given: str) -> None:
+    for got, expected in run_ranks(in_pairs, 4, given):
         assert torch.equal(got, expected)
 
 

@@ -73,9 +73,9 @@ def _find_owner(parameter: torch.Tensor) -> DistributedDataParallel:
         owners = _living_owners(parameter)
     if len(owners) == 1:
         return owners[0]
-    found = "no DDP model" if not owners else f"{len(owners)} DDP models with hooks"
+    found = "no DDP model owns" if not owners else f"{len(owners)} DDP models with hooks own"
     raise UnavailableError(
-        f"{found} own this bucket's parameters, so the group to average over is unclear (gc.freeze() hides"
+        f"{found} this bucket's parameters, so the group to average over is unclear (gc.freeze() hides"
         " models; wrapping a module twice doubles them): use thinwire.attach(ddp, program) instead"
     )
 

@@ -1,1 +1,1 @@
-"""The wire: collectives, their order, the engine that issues them. All use of torch.distributed is here."""
+"""The wire: collectives, their order, the engine that issues them. None is issued elsewhere."""

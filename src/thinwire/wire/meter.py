@@ -1,7 +1,7 @@
 """What every step cost: bytes sent, time on the wire, time exposed.
 
-Bytes come from the tensors handed to each collective. Times are read off the host clock by the wire
-thread, without synchronising any device; on accelerators, where the host runs ahead, they are `None`.
+Bytes come from the tensors handed to each collective. Times are read off the host clock,
+without synchronising any device; on accelerators, where the host runs ahead, they are `None`.
 """
 
 import time
@@ -86,7 +86,7 @@ class Stats:
 
 
 class StepTrace:
-    """Collects one step while it runs; written by the wire thread only."""
+    """Collects one step while it runs; written by the thread that moves the track."""
 
     def __init__(self, step: int, rank: int, size: int) -> None:
         self.step = step
