@@ -342,6 +342,23 @@ def test_the_user_may_destroy_the_process_group_first() -> None:
     run_ranks(destroyed_first, 2)
 
 
+def reinitialised(rank: int, world_size: int) -> None:
+    """A new world on the same store, as after an elastic restart within the process."""
+    store = dist.distributed_c10d._get_default_store()
+    for attempt in range(3):
+        ddp, plain = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS), DDP(mlp())
+        thinwire.attach(ddp, Staged())
+        assert torch.equal(backward(ddp, rank, attempt), backward(plain, rank, attempt))
+        del ddp, plain
+        dist.destroy_process_group()
+        fresh = dist.PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=world_size)
+
+
+def test_the_world_may_be_initialised_again() -> None:
+    run_ranks(reinitialised, 2)
+
+
 def in_subgroups(rank: int, world_size: int) -> torch.Tensor:
     """Two jobs in one world; one rank of each belongs to one more group than the other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2])]
