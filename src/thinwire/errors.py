@@ -8,6 +8,7 @@ ThinwireError
 ├── DriftError        replicas that no longer hold the same model (also a RuntimeError)
 ├── WireError         a collective that failed or took too long   (also a RuntimeError)
 ├── StateError        a state_dict that does not fit              (also a ValueError)
+├── LabError          an emulated network that failed             (also a RuntimeError)
 └── UnavailableError  something thinwire does not offer here      (also a RuntimeError)
 
 Each message shows the value, the cause and the way out.
@@ -44,6 +45,10 @@ class WireError(ThinwireError, RuntimeError):
 
 class StateError(ThinwireError, ValueError):
     """A state_dict does not fit; the running state was left as it is."""
+
+
+class LabError(ThinwireError, RuntimeError):
+    """An emulated network could not be built, or what ran on it failed."""
 
 
 class UnavailableError(ThinwireError, RuntimeError):

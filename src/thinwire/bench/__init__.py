@@ -1,0 +1,1 @@
+"""Is it worth it? Programs, links and world sizes, measured side by side."""

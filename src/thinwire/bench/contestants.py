@@ -1,0 +1,136 @@
+"""Who takes part: plain DDP, thinwire's programs, and torch's own hook of the same name where it has one."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from thinwire.bench.workloads import find_object
+from thinwire.errors import OptionError
+from thinwire.programs.program import Program, describe
+
+PLAIN = "DDP"
+ALONE = "no communication"
+
+PROGRAMS: dict[str, Callable[..., Any] | None] = {
+    "Exact": torch_hooks.allreduce_hook,
+    "FP16": torch_hooks.fp16_compress_hook,
+    "BF16": torch_hooks.bf16_compress_hook,
+}
+"""thinwire's programs by name, each with torch's hook for the same thing."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Attributes:
+        name: As it stands in tables.
+        kind: "ddp", "thinwire", "torch", or "alone" for no communication at all.
+        text: The program as the user wrote it; for torch's hooks the program they stand against.
+    """
+
+    name: str
+    kind: str
+    text: str
+
+    def prepare(self, ddp: DDP, steps: int) -> thinwire.Wire | None:
+        """Make `ddp` exchange its gradients this way, for so many steps."""
+        if self.kind == "thinwire":
+            return thinwire.attach(ddp, parse_program(self.text), history=steps)
+        if self.kind == "torch":
+            ddp.register_comm_hook(None, _torch_hook(self.text))
+        return None
+
+
+def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]:
+    """Plain DDP first, then each program followed by torch's counterpart, then the one that does not talk."""
+    contestants = [Contestant(PLAIN, "ddp", "")]
+    for text in programs:
+        contestants.append(Contestant(_short_name(text), "thinwire", text))
+        hook = _torch_hook(text)
+        if hook is not None and with_torch:
+            contestants.append(Contestant(f"torch {hook.__name__}", "torch", text))
+    names = [contestant.name for contestant in contestants]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError(f"programs has {twice[0]} twice: name each once")
+    return [*contestants, Contestant(ALONE, "alone", "")]
+
+
+def parse_program(text: str) -> Program:
+    """A program from text: `bf16`, `Reduced(Cast(...))` or `package.module:Name(option=1)`.
+
+    >>> parse_program("exact")
+    Exact()
+    """
+    module, colon, call = text.rpartition(":")
+    try:
+        tree = ast.parse(call.strip(), mode="eval").body
+        program = _build(tree, f"{module}{colon}")
+        describe(program)
+    except OptionError:
+        raise
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise OptionError(f"program={text!r} does not work ({error}): write Name or Name(option=value)") from error
+    if not callable(program) or isinstance(program, type):
+        raise OptionError(f"program={text!r} is not a program: it must yield collectives, see docs/programs.md")
+    return program  # type: ignore[no-any-return] # whatever it is, attach checks it again
+
+
+def split_programs(text: str) -> list[str]:
+    """Texts between the commas that are not within brackets.
+
+    >>> split_programs("exact, PowerSGD(rank=4, warm_start=True),bf16")
+    ['exact', 'PowerSGD(rank=4, warm_start=True)', 'bf16']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _build(tree: ast.expr, prefix: str) -> Any:
+    """Calls, names and literals; a bare name is called without options."""
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        options = {word.arg: _value(word.value) for word in tree.keywords if word.arg}
+        return _find(tree.func.id, prefix)(*(_value(arg) for arg in tree.args), **options)
+    if isinstance(tree, ast.Name):
+        return _find(tree.id, prefix)()
+    raise ValueError("it is no name")
+
+
+def _value(tree: ast.expr) -> Any:
+    """An option: a literal, or a nested program."""
+    return _build(tree, "") if isinstance(tree, ast.Call | ast.Name) else ast.literal_eval(tree)
+
+
+def _find(name: str, prefix: str) -> Any:
+    if prefix:
+        return find_object(prefix + name, "program")
+    for public in thinwire.__all__:
+        if public.lower() == name.lower():
+            return getattr(thinwire, public)
+    raise OptionError(
+        f"program={name!r} is unknown: choose from {', '.join(PROGRAMS)}, or give package.module:Name of your own"
+    )
+
+
+def _short_name(text: str) -> str:
+    """How a program stands in tables: as the user wrote it, spelled as thinwire spells it."""
+    parse_program(text)
+    name, bracket, options = text.rpartition(":")[2].strip().partition("(")
+    proper = next((public for public in thinwire.__all__ if public.lower() == name.lower()), name)
+    return proper + bracket + options
+
+
+def _torch_hook(text: str) -> Callable[..., torch.futures.Future[torch.Tensor]] | None:
+    return PROGRAMS.get(_short_name(text).removesuffix("()"))

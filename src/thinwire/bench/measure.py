@@ -1,0 +1,180 @@
+"""What every rank does in one cell: rounds of one step per contestant, in random order, side by side.
+
+A step is timed from a barrier to the optimizer's end. Each contestant trains a model of its own from the same
+start on the same batches; its wall time is the sum of its own steps, as if it had run alone.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from thinwire.attach import Wire
+from thinwire.bench.contestants import Contestant
+from thinwire.bench.results import Track
+from thinwire.bench.workloads import Workload
+from thinwire.lab.namespaces import read_devices
+
+_EVALUATIONS = 16
+_HELD_OUT_BATCHES = 4
+_PROBE_BYTES = 4_000_000
+
+OnRound = Callable[[int], None]
+"""Told how many rounds are done."""
+
+
+@dataclass
+class Entry:
+    """A contestant at work on this rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    wire: Wire | None
+    track: Track
+
+
+def measure(
+    workload: Workload, contestants: list[Contestant], steps: int, bucket_mb: float, on_round: OnRound
+) -> list[Track]:
+    """Every rank calls it; each gets the tracks of all ranks, joined."""
+    entries = [enter(contestant, workload, bucket_mb, steps) for contestant in contestants]
+    running = [entry for entry in entries if entry.track.unavailable is None]
+    shuffled = random.Random(0)  # the same order on every rank
+    evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
+    for step in range(steps):
+        if step in evaluate_at:
+            _evaluate(running, workload, step, steps)
+        for entry in shuffled.sample(running, len(running)):
+            _timed_step(entry, workload, step)
+        on_round(step + 1)
+    _evaluate(running, workload, steps, steps)
+    for entry in running:
+        _read_meter(entry)
+    return [_join(entry.track) for entry in entries]
+
+
+def enter(contestant: Contestant, workload: Workload, bucket_mb: float, steps: int) -> Entry:
+    """A model, made ready to train this way; where torch refuses its own hook, its reason."""
+    track = Track(contestant.name, contestant.kind, contestant.text)
+    model = workload.model().to(device())
+    if contestant.kind == "alone":
+        return Entry(model, workload.optimizer(model.parameters()), None, track)
+    ddp = DDP(model, bucket_cap_mb=bucket_mb)
+    wire = None
+    try:
+        wire = contestant.prepare(ddp, steps)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if contestant.kind != "torch":
+            raise
+        track.unavailable = str(error).partition("\n")[0]
+    return Entry(ddp, workload.optimizer(ddp.parameters()), wire, track)
+
+
+def train_step(entry: Entry, workload: Workload, step: int) -> None:
+    """Forward, backward, update."""
+    batch = on_device(workload.batch(dist.get_rank(), step))
+    entry.optimizer.zero_grad()
+    entry.model(batch).backward()
+    entry.optimizer.step()
+
+
+def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
+    """The second barrier waits for the other ranks' bytes, so that none fall to the next contestant."""
+    dist.barrier()
+    before, started = device_bytes(), time.perf_counter()
+    train_step(entry, workload, step)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    entry.track.step_seconds.append(time.perf_counter() - started)
+    dist.barrier()
+    entry.track.device_bytes.append(device_bytes() - before)
+
+
+@torch.no_grad()
+def _evaluate(entries: list[Entry], workload: Workload, step: int, steps: int) -> None:
+    """The mean loss of all ranks' own models on held-out batches."""
+    held_out = workload.held_out or (lambda rank, number: workload.batch(rank, steps + number))
+    batches = [on_device(held_out(dist.get_rank(), number)) for number in range(_HELD_OUT_BATCHES)]
+    losses = []
+    for entry in entries:
+        inner = entry.model.module if isinstance(entry.model, DDP) else entry.model
+        inner.eval()
+        losses.append(torch.stack([inner(batch).detach().float() for batch in batches]).mean())
+        inner.train()
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    for entry, loss in zip(entries, (total / dist.get_world_size()).tolist(), strict=True):
+        entry.track.losses.append((step, loss))
+
+
+def _read_meter(entry: Entry) -> None:
+    if entry.wire is None:
+        return
+    for record in entry.wire.stats().records:
+        entry.track.meter_bytes.append(record.bytes_sent)
+        entry.track.encode_seconds.append(record.compute_seconds or 0.0)
+        entry.track.wire_seconds.append(record.wire_seconds or 0.0)
+        entry.track.exposed_seconds.append(record.exposed_seconds or 0.0)
+
+
+def _join(own: Track) -> Track:
+    """One track of all ranks': a step takes as long as on its slowest rank; all else is the mean."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
+        setattr(own, name, [mean(values) for values in zip(*(getattr(one, name) for one in everyone), strict=True)])
+    own.step_seconds = [max(values) for values in zip(*(one.step_seconds for one in everyone), strict=True)]
+    return own
+
+
+def device() -> torch.device:
+    """Where this rank trains."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def on_device(batch: Any) -> Any:
+    """A batch where the model is: a tensor, or tuples, lists and dicts of them."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device())
+    if isinstance(batch, tuple | list):
+        return type(batch)(on_device(part) for part in batch)
+    if isinstance(batch, dict):
+        return {key: on_device(part) for key, part in batch.items()}
+    return batch
+
+
+def device_bytes() -> float:
+    """What this rank has sent over the network so far; ranks that share a device share its count."""
+    devices = read_devices()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface == "lo":
+        return devices["lo"].sent / dist.get_world_size()
+    sent = sum(one.sent for name, one in devices.items() if name in (interface or devices) and name != "lo")
+    return sent / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def probe_rate() -> int:
+    """Bits per second of the real network, by timing an all-reduce; the same on every rank."""
+    payload = torch.zeros(_PROBE_BYTES // 4, device=device())
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(payload)
+        if payload.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    size = dist.get_world_size()
+    best = torch.tensor(min(seconds[1:]), device=device())
+    dist.all_reduce(best, dist.ReduceOp.MAX)
+    return round(8 * 2 * (size - 1) / size * _PROBE_BYTES / best.item()) if size > 1 else 0

@@ -1,0 +1,44 @@
+"""The benchmark on a real network: every rank of a torchrun job calls it, and rank 0 has the results."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.bench.grid import Grid, machine
+from thinwire.bench.results import Cell, Results, Track
+from thinwire.bench.summary import summarize
+from thinwire.bench.worker import work
+from thinwire.lab.rate import show_rate
+
+LINK = "this network"
+
+
+def under_torchrun() -> bool:
+    """Whether somebody has started this process as a rank already."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+
+
+def run_here(grid: Grid, path: Path, command: str, on_round: Callable[[int], None]) -> Results | None:
+    """Measure between the ranks of this job; the results on rank 0, None on the others."""
+    heard: dict[str, Any] = {}
+
+    def listen(kind: str, value: Any) -> None:
+        if kind == "round":
+            on_round(value)
+        else:
+            heard[kind] = value
+
+    work(grid.task(memory=True), listen)
+    work(grid.task(probe=True), listen)
+    if os.environ["RANK"] != "0":
+        return None
+    tracks = [Track(**track) for track in heard["tracks"]]
+    for track, memory in zip(tracks, heard["memory"], strict=True):
+        track.peak_memory = None if track.unavailable else memory
+    hosts, rate = int(os.environ["WORLD_SIZE"]), heard["rate"]
+    network = os.environ.get("THINWIRE_LAB") or f"{hosts} ranks at {show_rate(rate)} (measured)"
+    cell = Cell(grid.workload, hosts, LINK, network, rate, heard["parameters"], tracks)
+    results = Results(command, {"workload": grid.workload, "steps": grid.steps}, machine(), [cell])
+    results.save(path, summarize(results))
+    return results

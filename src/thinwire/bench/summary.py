@@ -1,0 +1,180 @@
+"""From raw tracks to the figures that answer the question: pure, derived anew each time."""
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.bench.results import Cell, Results, Track
+
+WARM_UP = 3
+CLOSE_ENOUGH = 0.005
+"""A loss counts as reached within half a per cent: runs of different rounding never meet exactly."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's figures in one cell: seconds, bytes per rank and step, ratios.
+
+    Attributes:
+        step: Median step time, with its quartiles.
+        speed_up: Plain DDP's step time over its own: the median of the rounds' ratios, with quartiles.
+        torch_speed_up: The same against torch's own hook of that name.
+        floor: max(compute, bytes / bandwidth): what a perfect overlap would take.
+        over_floor: Step time over that floor.
+        waiting: What a step takes beyond computing alone and encoding.
+        loss: Held out, after all steps.
+        loss_at_time: When the fastest contestant was done.
+        seconds_to_loss: Until plain DDP's final loss was reached, within half a per cent; None: never.
+    """
+
+    name: str
+    kind: str
+    unavailable: str | None = None
+    step: tuple[float, float, float] | None = None
+    speed_up: tuple[float, float, float] | None = None
+    torch_speed_up: float | None = None
+    compute: float | None = None
+    floor: float | None = None
+    over_floor: float | None = None
+    device_bytes: float | None = None
+    meter_bytes: float | None = None
+    encode: float | None = None
+    wire: float | None = None
+    exposed: float | None = None
+    waiting: float | None = None
+    loss: float | None = None
+    loss_at_time: float | None = None
+    seconds_to_loss: float | None = None
+    peak_memory: int | None = None
+
+
+def rows(cell: Cell) -> list[Row]:
+    """The figures of everyone who took part, plain DDP first."""
+    plain = next((track for track in cell.tracks if track.kind == "ddp"), None)
+    alone = next((track for track in cell.tracks if track.kind == "alone"), None)
+    if plain is None or alone is None:
+        return []
+    compute = statistics.median(_settled(alone.step_seconds))
+    racing = [track for track in cell.tracks if track.kind != "alone"]
+    deadline = min(sum(track.step_seconds) for track in racing if not track.unavailable)
+    return [_row(track, cell, plain, compute, deadline) for track in racing]
+
+
+def _row(track: Track, cell: Cell, plain: Track, compute: float, deadline: float) -> Row:
+    if track.unavailable:
+        return Row(track.name, track.kind, unavailable=track.unavailable)
+    step = _quartiles(_settled(track.step_seconds))
+    on_wire = statistics.median(_settled(track.meter_bytes or track.device_bytes))
+    floor = max(compute, 8 * on_wire / cell.rate) if cell.rate else compute
+    encode = _median(track.encode_seconds)
+    rival = next((one for one in cell.tracks if one.kind == "torch" and one.text == track.text), None)
+    rivalled = rival is not None and track.kind == "thinwire" and not rival.unavailable
+    return Row(
+        track.name,
+        track.kind,
+        step=step,
+        speed_up=_quartiles(_ratios(plain, track)),
+        torch_speed_up=statistics.median(_ratios(rival, track)) if rival and rivalled else None,
+        compute=compute,
+        floor=floor,
+        over_floor=step[1] / floor,
+        device_bytes=_median(track.device_bytes),
+        meter_bytes=_median(track.meter_bytes),
+        encode=encode,
+        wire=_median(track.wire_seconds),
+        exposed=_median(track.exposed_seconds),
+        waiting=max(0.0, step[1] - compute - (encode or 0.0)),
+        loss=track.losses[-1][1],
+        loss_at_time=loss_at(track, deadline),
+        seconds_to_loss=seconds_to(track, plain.losses[-1][1] * (1 + CLOSE_ENOUGH)),
+        peak_memory=track.peak_memory,
+    )
+
+
+def curve(track: Track) -> list[tuple[float, float, float]]:
+    """(wall seconds, bytes sent, loss) at each evaluation: the contestant's own time, as if it ran alone."""
+    sent = track.meter_bytes or track.device_bytes
+    return [(sum(track.step_seconds[:step]), sum(sent[:step]), loss) for step, loss in track.losses]
+
+
+def loss_at(track: Track, seconds: float) -> float:
+    """The loss after so many seconds, on the line between evaluations."""
+    points = [(time, loss) for time, _, loss in curve(track)]
+    for (before, high), (after, low) in zip(points, points[1:], strict=False):
+        if before <= seconds <= after:
+            return high + (low - high) * ((seconds - before) / (after - before) if after > before else 1.0)
+    return points[-1][1]
+
+
+def seconds_to(track: Track, loss: float) -> float | None:
+    """When the loss first fell to `loss`, on the line between evaluations."""
+    points = [(time, loss) for time, _, loss in curve(track)]
+    if points[0][1] <= loss:
+        return 0.0
+    for (before, high), (after, low) in zip(points, points[1:], strict=False):
+        if low <= loss < high:
+            return before + (after - before) * (high - loss) / (high - low)
+    return None
+
+
+def advice(cell: Cell) -> str:
+    """One sentence: what to use here, and why."""
+    if cell.error:
+        return f"No advice for {cell.network}: the run failed ({cell.error})."
+    table = [row for row in rows(cell) if not row.unavailable]
+    plain = table[0]
+    assert plain.step is not None
+    assert plain.waiting is not None
+    share = plain.waiting / plain.step[1]
+    ours = [row for row in table if row.kind == "thinwire" and row.seconds_to_loss is not None]
+    best = min(ours, key=lambda row: row.seconds_to_loss or 0.0, default=None)
+    here = f"On {cell.network}"
+    spent = f"plain DDP spends {share:.0%} of a step on communication"
+    if best is None or best.speed_up is None or best.speed_up[0] <= 1.0:
+        return f"{here}, stay with plain DDP: it spends {share:.0%} of a step on communication, and nothing was clearly faster."
+    assert best.seconds_to_loss is not None
+    reached = (
+        f", and reaches DDP's loss in {best.seconds_to_loss / plain.seconds_to_loss:.2f} x the time"
+        if plain.seconds_to_loss
+        else ""
+    )
+    assert best.step is not None
+    assert best.waiting is not None
+    rest = best.waiting / best.step[1]
+    more = f"; {rest:.0%} of its step is still communication, so fewer bytes would help further" if rest > 0.3 else ""
+    return f"{here}, use {best.name}: {spent}, {best.name} steps {best.speed_up[1]:.2f} x faster{reached}{more}."
+
+
+def summarize(results: Results) -> list[dict[str, Any]]:
+    """Rows and advice of every cell, as plain values."""
+    return [
+        {
+            "workload": cell.workload,
+            "hosts": cell.hosts,
+            "link": cell.link,
+            "network": cell.network,
+            "error": cell.error,
+            "advice": advice(cell),
+            "rows": [asdict(row) for row in rows(cell)],
+        }
+        for cell in results.cells
+    ]
+
+
+def _settled(values: list[float]) -> list[float]:
+    return values[WARM_UP:]
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(_settled(values)) if values else None
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def _ratios(other: Track, own: Track) -> list[float]:
+    """The other's time over its own, round by round."""
+    pairs = zip(_settled(other.step_seconds), _settled(own.step_seconds), strict=True)
+    return [theirs / ours for theirs, ours in pairs]

@@ -1,0 +1,32 @@
+"""`thinwire doctor`: what is here, what is missing, and how to get it."""
+
+from dataclasses import asdict
+
+import click
+from rich.table import Table
+
+from thinwire.cli.output import err, out, print_json
+from thinwire.lab.checks import examine
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="All findings as JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Show versions, backends and what the lab needs; exit code 1 where something necessary is missing."""
+    findings = examine()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        shown = Table(box=None, show_header=False)
+        shown.add_column(no_wrap=True)
+        shown.add_column(no_wrap=True)
+        shown.add_column()
+        for finding in findings:
+            mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]no[/]"
+            shown.add_row(mark, finding.name, finding.detail if finding.ok else f"{finding.detail}: {finding.remedy}")
+        out.print(shown)
+    missing = [finding.name for finding in findings if finding.needed and not finding.ok]
+    if missing:
+        err.print(f"missing: {', '.join(missing)}", style="bold red")
+    ctx.exit(1 if missing else 0)

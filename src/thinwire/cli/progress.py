@@ -1,0 +1,57 @@
+"""How far it is: a bar with the time left on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from thinwire.cli.output import err
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Tracker:
+    """Counts rounds over several cells."""
+
+    def __init__(self, total: int, bar: Progress | None) -> None:
+        self._total = total
+        self._bar = bar
+        self._task = bar.add_task("", total=total) if bar else None
+        self._label = ""
+        self._before = 0
+        self._done = 0
+        self._latest = self._begun = time.monotonic()
+
+    def __call__(self, label: str, done: int) -> None:
+        """So many rounds of the cell called `label` are done."""
+        if label != self._label:
+            self._label, self._before = label, self._before + self._done
+            self._announce(f"{label} ...")
+        self._done = done
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=label, completed=self._before + done)
+        elif time.monotonic() - self._latest > _SECONDS_BETWEEN_LINES:
+            self._announce(f"{label}: {self._before + done} of {self._total} rounds, {self._left()}")
+
+    def _left(self) -> str:
+        done = self._before + self._done
+        seconds = (time.monotonic() - self._begun) * (self._total - done) / done if done else 0.0
+        return f"about {seconds:.0f} s left"
+
+    def _announce(self, line: str) -> None:
+        self._latest = time.monotonic()
+        if self._bar is None:
+            err.print(line, style="dim")
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Tracker]:
+    """A tracker of `total` rounds."""
+    if not err.is_terminal:
+        yield Tracker(total, None)
+        return
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.completed}/{task.total} rounds"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *times, console=err) as bar:
+        yield Tracker(total, bar)

@@ -1,0 +1,204 @@
+"""The lab: a network of namespaces that exists just as long as the process that opened it.
+
+One shell is the first process of a new process namespace; it builds the network and then reads its stdin, a
+pipe that the opener holds. However the opener ends, by return, exception, Ctrl-C or kill -9, the pipe closes,
+the shell ends, and the kernel kills every process of that namespace and drops its network with it. Nothing has
+a name outside, so labs cannot meet, and there is nothing to remove.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thinwire.errors import LabError, UnavailableError
+from thinwire.lab.hosts import launch, rendezvous
+from thinwire.lab.network import INTERFACE, Network
+
+MARK = "thinwire-lab"
+_PORT = 29500
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+_SPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child"]
+
+
+class Lab:
+    """Emulated hosts, from `with` to its end.
+
+    Example::
+
+        with Lab(plan(hosts=2, rate="100mbit")) as lab:
+            lab.start(0, ["python", "train.py"]).wait()
+            print(lab.bytes_sent())
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.count = network.hosts
+        self._as_user: list[str] = []
+        self._keeper: subprocess.Popen[str] | None = None
+        self._inner_pids: list[str] = []
+
+    def __enter__(self) -> "Lab":
+        self._as_user = ways_in()[0]
+        clean()
+        command = ["unshare", *self._as_user, *_SPACES, "sh", "-c", self.network.script(), MARK, _identity()]
+        environment = {**os.environ, "PATH": _PATH}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._keeper = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+        try:
+            self._wait_until_ready(self._keeper)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _wait_until_ready(self, keeper: subprocess.Popen[str]) -> None:
+        assert keeper.stdout is not None
+        assert keeper.stderr is not None
+        for line in keeper.stdout:
+            if line.strip() == "ready":
+                return
+            self._inner_pids.append(line.removeprefix("host").strip())
+        raise LabError(_why(keeper.stderr.read().strip(), self.network))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process in the lab, and the lab; returns when they are gone."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        for pipe in (keeper.stdin, keeper.stdout, keeper.stderr):
+            if pipe is not None:
+                pipe.close()
+        try:
+            keeper.wait(10)
+        except subprocess.TimeoutExpired:
+            keeper.kill()  # and with it, by --kill-child, all that it keeps
+            keeper.wait()
+
+    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a command on one host."""
+        return launch(self._entering(host, command), self.environment(host), **options)
+
+    def environment(self, host: int) -> Mapping[str, str]:
+        """Host 0 is where the others meet."""
+        own = rendezvous(host, self.count, self.network.address(0), _PORT, INTERFACE)
+        return {**own, "THINWIRE_LAB": str(self.network)}
+
+    def bytes_sent(self) -> list[int]:
+        """What each host has sent so far, counted at its port of the switch."""
+        devices = read_devices(f"/proc/{self._open().pid}/net/dev")
+        return [devices[f"port{host}"].received for host in range(self.count)]
+
+    def _entering(self, host: int, command: Sequence[str]) -> list[str]:
+        """The first nsenter goes into the lab, the second, which sees the lab's processes, to the host."""
+        keeper = self._open().pid
+        own_user = ["--user", "--preserve-credentials"] if self._as_user else []
+        lab = ["nsenter", "--target", str(keeper), *own_user, "--mount", f"--pid=/proc/{keeper}/ns/pid_for_children"]
+        return [*lab, "nsenter", "--target", self._inner_pids[host], "--net", "--", *command]
+
+    def _open(self) -> subprocess.Popen[str]:
+        if self._keeper is None:
+            raise LabError("this lab is closed: use it within `with Lab(network) as lab:`")
+        return self._keeper
+
+
+class Device:
+    """The counters of one network device."""
+
+    def __init__(self, line: str) -> None:
+        counters = [int(word) for word in line.split()]
+        self.received, self.sent = counters[0], counters[8]
+
+
+def read_devices(path: str = "/proc/net/dev") -> dict[str, Device]:
+    """Every network device that the reader, or the process whose file it is, can see."""
+    lines = [line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line]
+    return {name.strip(): Device(counters) for name, counters in lines}
+
+
+def ways_in() -> list[list[str]]:
+    """Options of `unshare` that open a lab here, best first; raises UnavailableError where none does."""
+    absent = [tool for tool in _PACKAGES if not shutil.which(tool, path=_PATH)]
+    if absent:
+        packages = " ".join(dict.fromkeys(_PACKAGES[tool] for tool in absent))
+        raise UnavailableError(
+            f"the lab needs the command {absent[0]!r}, which is not installed: apt-get install {packages}"
+        )
+    plain, mapped = [], ["--user", "--map-root-user"]
+    possible = [plain, mapped] if os.geteuid() == 0 else [mapped]
+    said = ""
+    ways = []
+    for way in possible:
+        attempt = try_inside(way, "mount -t proc proc /proc")
+        said = attempt.stderr.strip()
+        if attempt.returncode == 0:
+            ways.append(way)
+    if not ways:
+        raise UnavailableError(
+            f"the lab needs network namespaces, and this system refuses them ({said}): run as root, or allow"
+            " user namespaces (sysctl kernel.unprivileged_userns_clone=1, or"
+            " kernel.apparmor_restrict_unprivileged_userns=0; in Docker: --privileged)"
+        )
+    return ways
+
+
+def try_inside(way: list[str], script: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in throw-away namespaces."""
+    return subprocess.run(
+        ["unshare", *way, *_SPACES, "sh", "-c", script],
+        env={**os.environ, "PATH": _PATH},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def clean() -> int:
+    """End what is left of labs whose owner is gone; how many there were.
+
+    The kernel does this by itself when an owner dies; what is found here was stopped or frozen on its way.
+    """
+    removed = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if MARK.encode() not in words or words[0] != b"unshare":
+                continue
+            owner = words[words.index(MARK.encode()) + 1].decode()
+            if owner != _identity(int(owner.split("@")[0])):
+                os.kill(int(folder.name), signal.SIGKILL)
+                removed += 1
+        except (OSError, ValueError, IndexError):
+            continue  # ended meanwhile, or not ours
+    return removed
+
+
+def _identity(pid: int | None = None) -> str:
+    """A process and when it began: a process id alone may be used again."""
+    pid = os.getpid() if pid is None else pid
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return f"{pid}@{after_name[19]}"
+
+
+def _why(said: str, network: Network) -> str:
+    """One sentence on why a network could not be built."""
+    if any(link.delay or link.loss for link in network.links) and "netem" in said or "Specified qdisc" in said:
+        return (
+            f"this kernel cannot emulate delay or loss (netem: {said}): leave --delay and --loss out, or load"
+            " the module sch_netem"
+        )
+    return f"the network could not be built ({said or 'no reason given'}): `thinwire doctor` shows what is missing"
