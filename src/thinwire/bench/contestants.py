@@ -44,7 +44,9 @@ class Contestant:
         if self.kind == "thinwire":
             return thinwire.attach(ddp, parse_program(self.text), history=steps)
         if self.kind == "torch":
-            ddp.register_comm_hook(None, _torch_hook(self.text))
+            hook = _torch_hook(self.text)
+            assert hook is not None, "the line-up has torch's hook only where there is one"
+            ddp.register_comm_hook(None, hook)
         return None
 
 
@@ -76,9 +78,13 @@ def parse_program(text: str) -> Program:
     except OptionError:
         raise
     except (SyntaxError, TypeError, ValueError) as error:
-        raise OptionError(f"program={text!r} does not work ({error}): write Name or Name(option=value)") from error
+        raise OptionError(
+            f"program={text!r} does not work ({error}): write Name or Name(option=value)"
+        ) from error
     if not callable(program) or isinstance(program, type):
-        raise OptionError(f"program={text!r} is not a program: it must yield collectives, see docs/programs.md")
+        raise OptionError(
+            f"program={text!r} is not a program: it must yield collectives, see docs/programs.md"
+        )
     return program  # type: ignore[no-any-return] # whatever it is, attach checks it again
 
 
@@ -120,7 +126,7 @@ def _find(name: str, prefix: str) -> Any:
         if public.lower() == name.lower():
             return getattr(thinwire, public)
     raise OptionError(
-        f"program={name!r} is unknown: choose from {', '.join(PROGRAMS)}, or give package.module:Name of your own"
+        f"program={name!r} is unknown: choose from {', '.join(PROGRAMS)}, or your own by package.module:Name"
     )
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.steps < 8:
-            raise OptionError(f"steps={self.steps} must be at least 8: medians need some rounds after warm-up")
+            raise OptionError(
+                f"steps={self.steps} must be at least 8: medians need some rounds after warm-up"
+            )
         if self.bucket_mb <= 0:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         for count in self.hosts:
@@ -79,9 +82,15 @@ class Grid:
 
 
 def run_grid(
-    grid: Grid, path: Path, command: str, *, fresh: bool, on_progress: OnProgress, on_line: Callable[[str], None]
+    grid: Grid,
+    path: Path,
+    command: str,
+    *,
+    fresh: bool,
+    on_progress: OnProgress,
+    on_line: Callable[[str], None],
 ) -> Results:
-    """Run every cell that `path` does not hold yet; a cell that fails is kept with its reason, and tried again."""
+    """Run every cell that `path` does not hold yet; one that fails is kept with its reason."""
     results = _resumed(grid, path, fresh=fresh) or Results(command, _settings(grid), machine())
     done = {cell.key for cell in results.cells if cell.error is None}
     memories: dict[int, list[int]] = {}
@@ -96,7 +105,7 @@ def run_grid(
             if hosts not in memories:
                 on_progress(f"{hosts} hosts, peak memory", 0)
                 memories[hosts] = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
-            cell = _measure(grid, hosts, link, lambda done, label=label: on_progress(label, done), on_line)
+            cell = _measure(grid, hosts, link, partial(on_progress, label), on_line)
             for track, memory in zip(cell.tracks, memories[hosts], strict=True):
                 track.peak_memory = None if track.unavailable else memory
         except LabError as error:
@@ -127,7 +136,10 @@ def _network(hosts: int, link: str) -> Iterator[tuple[Hosts, str]]:
 
 
 def _run(
-    hosts: Hosts, task: Task, on_line: Callable[[str], None], on_round: Callable[[int], None] = lambda done: None
+    hosts: Hosts,
+    task: Task,
+    on_line: Callable[[str], None],
+    on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """What rank 0 reported, by kind."""
     heard: dict[str, Any] = {}
@@ -144,7 +156,8 @@ def _run(
         else:
             heard[kind] = value
 
-    finished = run_on(hosts, [sys.executable, "-m", "thinwire.bench.worker", json.dumps(asdict(task))], listen)
+    command = [sys.executable, "-m", "thinwire.bench.worker", json.dumps(asdict(task))]
+    finished = run_on(hosts, command, listen)
     if finished.exit_code:
         said = [line for host, line in kept if host == finished.failed_host and line.strip()]
         reason = said[-1] if said else "it said nothing"
@@ -160,8 +173,8 @@ def _resumed(grid: Grid, path: Path, *, fresh: bool) -> Results | None:
     different = sorted(key for key in wanted if results.settings.get(key) != wanted[key])
     if different:
         raise StateError(
-            f"{path} holds a benchmark with another {', '.join(different)}: choose another --out, or --fresh to"
-            " replace it"
+            f"{path} holds a benchmark with another {', '.join(different)}: choose another --out, or"
+            " --fresh to replace it"
         )
     return results
 

@@ -130,7 +130,11 @@ def _join(own: Track) -> Track:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        setattr(own, name, [mean(values) for values in zip(*(getattr(one, name) for one in everyone), strict=True)])
+        setattr(
+            own,
+            name,
+            [mean(values) for values in zip(*(getattr(one, name) for one in everyone), strict=True)],
+        )
     own.step_seconds = [max(values) for values in zip(*(one.step_seconds for one in everyone), strict=True)]
     return own
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def peak_memory(
         dist.destroy_process_group()
         return max(everyone)
 
-    return [_forked(lambda n=n, c=c: train(n, c)) for n, c in enumerate(contestants)]
+    return [_forked(partial(train, number, contestant)) for number, contestant in enumerate(contestants)]
 
 
 def _high_water_mark() -> int:

@@ -14,7 +14,7 @@ FORMAT = 1
 
 @dataclass
 class Track:
-    """One contestant in one cell; lists have one value per step, of the slowest rank for times, else the mean.
+    """One contestant in one cell; lists have one value per step: times of the slowest rank, else the mean.
 
     Attributes:
         unavailable: Why it could not run; nothing else is filled in then.
@@ -104,7 +104,9 @@ class Results:
         try:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
-                raise StateError(f"{path} has format {data['format']!r}, not {FORMAT}: run the benchmark again")
+                raise StateError(
+                    f"{path} has format {data['format']!r}, not {FORMAT}: run the benchmark again"
+                )
             cells = [Cell.from_json(cell) for cell in data["cells"]]
             return Results(data["command"], data["settings"], data["machine"], cells)
         except OSError as error:
@@ -113,4 +115,3 @@ class Results:
             if isinstance(error, StateError):
                 raise
             raise StateError(f"{path} is no results file of thinwire bench ({error!r})") from error
-

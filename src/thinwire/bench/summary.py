@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from thinwire.bench.results import Cell, Results, Track
@@ -100,7 +101,7 @@ def curve(track: Track) -> list[tuple[float, float, float]]:
 def loss_at(track: Track, seconds: float) -> float:
     """The loss after so many seconds, on the line between evaluations."""
     points = [(time, loss) for time, _, loss in curve(track)]
-    for (before, high), (after, low) in zip(points, points[1:], strict=False):
+    for (before, high), (after, low) in pairwise(points):
         if before <= seconds <= after:
             return high + (low - high) * ((seconds - before) / (after - before) if after > before else 1.0)
     return points[-1][1]
@@ -111,38 +112,33 @@ def seconds_to(track: Track, loss: float) -> float | None:
     points = [(time, loss) for time, _, loss in curve(track)]
     if points[0][1] <= loss:
         return 0.0
-    for (before, high), (after, low) in zip(points, points[1:], strict=False):
+    for (before, high), (after, low) in pairwise(points):
         if low <= loss < high:
             return before + (after - before) * (high - loss) / (high - low)
     return None
 
 
 def advice(cell: Cell) -> str:
-    """One sentence: what to use here, and why."""
+    """What to use here, and why, in a sentence."""
     if cell.error:
         return f"No advice for {cell.network}: the run failed ({cell.error})."
-    table = [row for row in rows(cell) if not row.unavailable]
-    plain = table[0]
-    assert plain.step is not None
-    assert plain.waiting is not None
-    share = plain.waiting / plain.step[1]
-    ours = [row for row in table if row.kind == "thinwire" and row.seconds_to_loss is not None]
+    plain, *others = [row for row in rows(cell) if not row.unavailable]
+    ours = [row for row in others if row.kind == "thinwire" and row.seconds_to_loss is not None]
     best = min(ours, key=lambda row: row.seconds_to_loss or 0.0, default=None)
-    here = f"On {cell.network}"
-    spent = f"plain DDP spends {share:.0%} of a step on communication"
+    spent = f"plain DDP spends {_waiting_share(plain):.0%} of a step on communication"
     if best is None or best.speed_up is None or best.speed_up[0] <= 1.0:
-        return f"{here}, stay with plain DDP: it spends {share:.0%} of a step on communication, and nothing was clearly faster."
-    assert best.seconds_to_loss is not None
-    reached = (
-        f", and reaches DDP's loss in {best.seconds_to_loss / plain.seconds_to_loss:.2f} x the time"
-        if plain.seconds_to_loss
-        else ""
+        return f"On {cell.network}, stay with plain DDP: {spent}, and no program was clearly faster."
+    text = f"On {cell.network}, use {best.name}: {spent}; {best.name} steps {best.speed_up[1]:.2f} x as fast"
+    if plain.seconds_to_loss and best.seconds_to_loss is not None:
+        text += f" and reaches DDP's loss in {best.seconds_to_loss / plain.seconds_to_loss:.2f} x the time"
+    left = _waiting_share(best)
+    return text + (
+        f". {left:.0%} of its step is still communication: fewer bytes would help." if left > 0.3 else "."
     )
-    assert best.step is not None
-    assert best.waiting is not None
-    rest = best.waiting / best.step[1]
-    more = f"; {rest:.0%} of its step is still communication, so fewer bytes would help further" if rest > 0.3 else ""
-    return f"{here}, use {best.name}: {spent}, {best.name} steps {best.speed_up[1]:.2f} x faster{reached}{more}."
+
+
+def _waiting_share(row: Row) -> float:
+    return (row.waiting or 0.0) / row.step[1] if row.step else 0.0
 
 
 def summarize(results: Results) -> list[dict[str, Any]]:

@@ -53,7 +53,9 @@ def work(task: Task, report: Report) -> None:
     report("parameters", sum(parameter.numel() for parameter in workload.model().parameters()))
     if task.probe:
         report("rate", probe_rate())
-    tracks: list[Track] = measure(workload, contestants, task.steps, task.bucket_mb, _pacer(report, task.steps))
+    tracks: list[Track] = measure(
+        workload, contestants, task.steps, task.bucket_mb, _pacer(report, task.steps)
+    )
     report("tracks", [asdict(track) for track in tracks])
     dist.barrier()
     dist.destroy_process_group()

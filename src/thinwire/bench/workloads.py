@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class ConvNet(nn.Module):
         sizes = (3, width, 2 * width, 4 * width, 8 * width)
         stages = [
             nn.Sequential(nn.Conv2d(small, large, 3, 2, 1), nn.GroupNorm(8, large), nn.ReLU())
-            for small, large in zip(sizes, sizes[1:], strict=False)
+            for small, large in pairwise(sizes)
         ]
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(8 * width, classes)
 
@@ -142,13 +143,17 @@ def find_workload(name: str) -> Workload:
     """
     if ":" not in name:
         if name not in WORKLOADS:
-            raise OptionError(f"workload={name!r} is not one of {', '.join(WORKLOADS)}: or give --model module:build")
+            raise OptionError(
+                f"workload={name!r} is not one of {', '.join(WORKLOADS)}: or give --model module:build"
+            )
         return WORKLOADS[name]
     build = find_object(name, "model")
     made = build()
     if isinstance(made, Workload):
         return made
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+    if not (
+        isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])
+    ):
         raise OptionError(
             f"model={name!r} returned a {type(made).__name__}: it must return (model, batch) where"
             " model(batch(rank, step)) is the loss, or a thinwire.bench.workloads.Workload"
@@ -164,4 +169,6 @@ def find_object(name: str, option: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise OptionError(f"{option}={name!r} cannot be found ({error}): write package.module:name") from error
+        raise OptionError(
+            f"{option}={name!r} cannot be found ({error}): write package.module:name"
+        ) from error

@@ -11,10 +11,11 @@ from thinwire.bench.grid import LOOPBACK, Grid, run_grid
 from thinwire.bench.real import LINK, run_here, under_torchrun
 from thinwire.bench.results import Results
 from thinwire.bench.summary import advice, rows, summarize
+from thinwire.bench.words import LEGEND
 from thinwire.bench.workloads import WORKLOADS
 from thinwire.cli.output import err, out, print_json
 from thinwire.cli.progress import progress
-from thinwire.cli.table import LEGEND, table
+from thinwire.cli.table import table
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.lab.namespaces import ways_in
 
@@ -26,7 +27,9 @@ from thinwire.lab.namespaces import ways_in
     show_default=True,
     help="With commas; Name(option=value), or package.module:Name of your own.",
 )
-@click.option("--links", default="100mbit", show_default=True, help="Rates with commas; unlimited and loopback too.")
+@click.option(
+    "--links", default="100mbit", show_default=True, help="Rates with commas; unlimited and loopback too."
+)
 @click.option("--hosts", default="2", show_default=True, help="World sizes, with commas.")
 @click.option("--workload", default="gpt-1m", show_default=True, type=click.Choice(list(WORKLOADS)))
 @click.option("--model", metavar="MODULE:BUILD", help="Your own: build() returns (model, batch).")
@@ -35,7 +38,9 @@ from thinwire.lab.namespaces import ways_in
 @click.option("--no-torch", is_flag=True, help="Leave torch's own hooks out.")
 @click.option("--out", "path", default="bench.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--fresh", is_flag=True, help="Start anew where --out holds a benchmark already.")
-@click.option("--or-loopback", is_flag=True, help="Where the lab is impossible, say why and measure over loopback.")
+@click.option(
+    "--or-loopback", is_flag=True, help="Where the lab is impossible, say why and measure over loopback."
+)
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout instead of a table.")
 @click.pass_context
 def bench(
@@ -96,7 +101,9 @@ def _links(text: str, *, or_loopback: bool) -> tuple[str, ...]:
     except UnavailableError as error:
         if not or_loopback:
             raise
-        err.print(f"no lab, so this measures over loopback, where fewer bytes save no time: {error}", style="bold")
+        err.print(
+            f"no lab, so this measures over loopback, where fewer bytes save no time: {error}", style="bold"
+        )
         return (LOOPBACK,)
     return links
 

@@ -24,7 +24,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         shown.add_column()
         for finding in findings:
             mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]no[/]"
-            shown.add_row(mark, finding.name, finding.detail if finding.ok else f"{finding.detail}: {finding.remedy}")
+            shown.add_row(
+                mark, finding.name, finding.detail if finding.ok else f"{finding.detail}: {finding.remedy}"
+            )
         out.print(shown)
     missing = [finding.name for finding in findings if finding.needed and not finding.ok]
     if missing:

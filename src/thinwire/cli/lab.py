@@ -5,7 +5,8 @@ from collections.abc import Callable
 import click
 from rich.text import Text
 
-from thinwire.cli.output import err, megabytes, out, print_json
+from thinwire.bench.words import megabytes
+from thinwire.cli.output import err, out, print_json
 from thinwire.errors import OptionError
 from thinwire.lab.namespaces import Lab, clean
 from thinwire.lab.network import plan
@@ -25,9 +26,15 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 @click.option("--groups", metavar="GxH", help="2x3: two groups of three hosts; --rate is between the groups.")
 @click.option("--inside", default="unlimited", show_default=True, help="Rate of each host within its group.")
 @click.option("--delay", type=float, default=0.0, help="Milliseconds added by each slow link (needs netem).")
-@click.option("--loss", type=float, default=0.0, help="Per cent of packets lost by each slow link (needs netem).")
-@click.option("--clean", "cleaning", is_flag=True, help="End leftovers of labs whose owner is gone, and return.")
-@click.option("--json", "as_json", is_flag=True, help="A summary as JSON on stdout; the command's lines on stderr.")
+@click.option(
+    "--loss", type=float, default=0.0, help="Per cent of packets lost by each slow link (needs netem)."
+)
+@click.option(
+    "--clean", "cleaning", is_flag=True, help="End leftovers of labs whose owner is gone, and return."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="A summary as JSON on stdout; the command's lines on stderr."
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def lab(
@@ -94,10 +101,12 @@ def _summary(network: str, finished: Finished) -> dict[str, object]:
 
 
 def _tell(finished: Finished) -> None:
-    sent = ", ".join(f"host {host} {megabytes(count)}" for host, count in enumerate(finished.bytes_sent or ()))
+    sent = ", ".join(
+        f"host {host} {megabytes(count)}" for host, count in enumerate(finished.bytes_sent or ())
+    )
     err.print(f"lab: {finished.seconds:.1f} s; sent: {sent}", style="dim")
     if finished.failed_host is not None:
         err.print(
-            f"lab: host {finished.failed_host} failed with exit code {finished.exit_code}; the others were stopped",
+            f"lab: host {finished.failed_host} failed (exit code {finished.exit_code}); others were stopped",
             style="bold red",
         )

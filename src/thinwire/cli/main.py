@@ -17,13 +17,7 @@ from thinwire.cli.report import report
 from thinwire.errors import OptionError, ThinwireError, UnavailableError
 from thinwire.version import __version__
 
-
-class Failure(click.ClickException):
-    """A ThinwireError as one line on stderr and an exit code."""
-
-    def __init__(self, error: ThinwireError) -> None:
-        super().__init__(str(error))
-        self.exit_code = 2 if isinstance(error, OptionError) else 3 if isinstance(error, UnavailableError) else 1
+_CODES: list[tuple[type[ThinwireError], int]] = [(OptionError, 2), (UnavailableError, 3), (ThinwireError, 1)]
 
 
 class Commands(click.Group):
@@ -36,7 +30,8 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ThinwireError as error:
-            raise Failure(error) from error
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(next(code for kind, code in _CODES if isinstance(error, kind)))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

@@ -27,6 +27,8 @@ class Tracker:
         """So many rounds of the cell called `label` are done."""
         if label != self._label:
             self._label, self._before = label, self._before + self._done
+            if not self._before:
+                self._begun = time.monotonic()  # what came before has no rounds to count
             self._announce(f"{label} ...")
         self._done = done
         if self._bar is not None and self._task is not None:
@@ -51,7 +53,11 @@ def progress(total: int) -> Iterator[Tracker]:
     if not err.is_terminal:
         yield Tracker(total, None)
         return
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.completed}/{task.total} rounds"))
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} rounds"),
+    )
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, *times, console=err) as bar:
         yield Tracker(total, bar)

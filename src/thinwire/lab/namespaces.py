@@ -1,9 +1,9 @@
 """The lab: a network of namespaces that exists just as long as the process that opened it.
 
-One shell is the first process of a new process namespace; it builds the network and then reads its stdin, a
-pipe that the opener holds. However the opener ends, by return, exception, Ctrl-C or kill -9, the pipe closes,
-the shell ends, and the kernel kills every process of that namespace and drops its network with it. Nothing has
-a name outside, so labs cannot meet, and there is nothing to remove.
+One shell is the first process of a new process namespace; it builds the network and then reads its stdin,
+a pipe that the opener holds. However the opener ends, by return, exception, Ctrl-C or kill -9, the pipe
+closes, the shell ends, and the kernel kills every process of that namespace and drops its network with it.
+Nothing has a name outside, so labs cannot meet, and there is nothing to remove.
 """
 
 import os
@@ -22,7 +22,13 @@ from thinwire.lab.network import INTERFACE, Network
 MARK = "thinwire-lab"
 _PORT = 29500
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+_PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+}
 _SPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child"]
 
 
@@ -47,9 +53,15 @@ class Lab:
         self._as_user = ways_in()[0]
         clean()
         command = ["unshare", *self._as_user, *_SPACES, "sh", "-c", self.network.script(), MARK, _identity()]
-        environment = {**os.environ, "PATH": _PATH}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._keeper = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+        self._keeper = subprocess.Popen(
+            command,
+            env={**os.environ, "PATH": _PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         try:
             self._wait_until_ready(self._keeper)
         except BaseException:
@@ -64,7 +76,7 @@ class Lab:
             if line.strip() == "ready":
                 return
             self._inner_pids.append(line.removeprefix("host").strip())
-        raise LabError(_why(keeper.stderr.read().strip(), self.network))
+        raise _refusal(keeper.stderr.read().strip(), self.network)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,7 +115,14 @@ class Lab:
         """The first nsenter goes into the lab, the second, which sees the lab's processes, to the host."""
         keeper = self._open().pid
         own_user = ["--user", "--preserve-credentials"] if self._as_user else []
-        lab = ["nsenter", "--target", str(keeper), *own_user, "--mount", f"--pid=/proc/{keeper}/ns/pid_for_children"]
+        lab = [
+            "nsenter",
+            "--target",
+            str(keeper),
+            *own_user,
+            "--mount",
+            f"--pid=/proc/{keeper}/ns/pid_for_children",
+        ]
         return [*lab, "nsenter", "--target", self._inner_pids[host], "--net", "--", *command]
 
     def _open(self) -> subprocess.Popen[str]:
@@ -134,8 +153,8 @@ def ways_in() -> list[list[str]]:
         raise UnavailableError(
             f"the lab needs the command {absent[0]!r}, which is not installed: apt-get install {packages}"
         )
-    plain, mapped = [], ["--user", "--map-root-user"]
-    possible = [plain, mapped] if os.geteuid() == 0 else [mapped]
+    mapped = ["--user", "--map-root-user"]
+    possible = [[], mapped] if os.geteuid() == 0 else [mapped]
     said = ""
     ways = []
     for way in possible:
@@ -194,11 +213,12 @@ def _identity(pid: int | None = None) -> str:
     return f"{pid}@{after_name[19]}"
 
 
-def _why(said: str, network: Network) -> str:
-    """One sentence on why a network could not be built."""
-    if any(link.delay or link.loss for link in network.links) and "netem" in said or "Specified qdisc" in said:
-        return (
+def _refusal(said: str, network: Network) -> LabError | UnavailableError:
+    """Why a network could not be built."""
+    if any(link.delay or link.loss for link in network.links) and "qdisc" in said:
+        return UnavailableError(
             f"this kernel cannot emulate delay or loss (netem: {said}): leave --delay and --loss out, or load"
             " the module sch_netem"
         )
-    return f"the network could not be built ({said or 'no reason given'}): `thinwire doctor` shows what is missing"
+    said = said or "no reason given"
+    return LabError(f"the network could not be built ({said}): see what `thinwire doctor` misses")

@@ -100,9 +100,12 @@ class Network:
         return f"10.77.0.{host + 1}"
 
     def script(self) -> str:
-        """Builds the network, prints `host PID` for each, then `ready`, and holds it while its stdin is open."""
-        lines = [_PRELUDE, "bridge switch"]
-        lines += [line for group, link in enumerate(self.links) if self.groups for line in _uplink(group, link)]
+        """Builds the network, prints `host PID` for each, then `ready`, and holds it while stdin is open."""
+        names = "\\n".join(f"{self.address(host)} host{host}" for host in range(self.hosts))
+        lines = [_PRELUDE, f"names '{names}' || :", "bridge switch"]
+        lines += [
+            line for group, link in enumerate(self.links) if self.groups for line in _uplink(group, link)
+        ]
         above = [f"group{group}" for group, size in enumerate(self.groups) for _ in range(size)]
         for host in range(self.hosts):
             link = self.inside if self.groups else self.links[host]
@@ -113,6 +116,10 @@ class Network:
 
 _PRELUDE = f"""set -eu
 mount -t proc proc /proc
+names() {{ # in the lab's own view of the file system, and on no disk
+    mount -t tmpfs tmpfs /mnt && cp /etc/hosts /mnt/hosts && printf "$1\\n" >> /mnt/hosts &&
+        mount --bind /mnt/hosts /etc/hosts && umount -l /mnt
+}}
 bridge() {{ ip link add "$1" type bridge; ip link set "$1" up; }}
 host() {{
     unshare --net sleep infinity &
@@ -187,7 +194,9 @@ def _groups(groups: str | None, hosts: int | None) -> tuple[int, ...]:
         raise OptionError(f"groups={groups!r} does not parse: 2x3 makes two groups of three hosts each")
     sizes = (int(match[2]),) * int(match[1])
     if hosts is not None and hosts != sum(sizes):
-        raise OptionError(f"hosts={hosts} does not fit groups={groups!r}, which makes {sum(sizes)}: leave it out")
+        raise OptionError(
+            f"hosts={hosts} does not fit groups={groups!r}, which makes {sum(sizes)}: leave it out"
+        )
     return sizes
 
 

@@ -61,7 +61,9 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
             if line is not None:
                 on_line(host, stream, line)
     after = hosts.bytes_sent()
-    sent = None if before is None or after is None else tuple(b - a for a, b in zip(before, after, strict=True))
+    sent = (
+        None if before is None or after is None else tuple(b - a for a, b in zip(before, after, strict=True))
+    )
     return Finished(code, failed_host, time.monotonic() - started, sent)
 
 

@@ -1,0 +1,136 @@
+"""The plots of a report, as plotly's own plain descriptions: data and layout, no drawing here."""
+
+from typing import Any
+
+from thinwire.bench.results import Cell, Track
+from thinwire.bench.summary import Row, curve, rows
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b15928")
+_GREY = "#888888"
+
+Figure = dict[str, Any]
+
+
+class Palette:
+    """One colour for each program throughout the page; torch's hook has its program's, dashed."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        texts = dict.fromkeys(
+            track.text for cell in cells for track in cell.tracks if track.kind == "thinwire"
+        )
+        self._by_text = {text: _COLOURS[number % len(_COLOURS)] for number, text in enumerate(texts)}
+
+    def colour(self, track: Track | Row, text: str) -> str:
+        """Plain DDP is grey."""
+        return _GREY if track.kind == "ddp" else self._by_text.get(text, _GREY)
+
+
+def loss_by_time(cell: Cell, palette: Palette) -> Figure:
+    """Whoever is lower at the same time is ahead."""
+    return _losses(cell, palette, 0, 1.0, "seconds of training")
+
+
+def loss_by_bytes(cell: Cell, palette: Palette) -> Figure:
+    """Whoever is further left for the same loss sends less."""
+    return _losses(cell, palette, 1, 1e-6, "MB sent by each rank")
+
+
+def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) -> Figure:
+    data = []
+    for track in _racing(cell):
+        points = curve(track)
+        dash = "dash" if track.kind == "torch" else "solid"
+        width = 7 if track.kind == "ddp" else 2  # it lies below, and whoever equals it runs within
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": track.name,
+                "x": [scale * point[column] for point in points],
+                "y": [point[2] for point in points],
+                "line": {"color": palette.colour(track, track.text), "dash": dash, "width": width},
+                "marker": {"size": 4},
+                "hovertemplate": f"%{{y:.4f}} at %{{x:.3g}}<extra>{track.name}</extra>",
+            }
+        )
+    return {
+        "data": data,
+        "layout": {
+            "xaxis": {"title": {"text": axis}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "held-out loss"}},
+        },
+    }
+
+
+def step_breakdown(cell: Cell) -> Figure:
+    """Where a step's time goes, and the floor below which no program of these bytes can get."""
+    shown = [row for row in rows(cell) if row.step is not None][::-1]
+    parts = (
+        ("computing", "#009e73", [row.compute or 0.0 for row in shown]),
+        ("encoding", "#e69f00", [row.encode or 0.0 for row in shown]),
+        ("waiting for the network", "#d55e00", [row.waiting or 0.0 for row in shown]),
+    )
+    names = [row.name for row in shown]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": names,
+            "x": [1e3 * second for second in seconds],
+            "marker": {"color": colour},
+            "hovertemplate": f"%{{x:.1f}} ms<extra>{name}</extra>",
+        }
+        for name, colour, seconds in parts
+    ]
+    floors = [1e3 * (row.floor or 0.0) for row in shown]
+    marker = {"symbol": "line-ns-open", "size": 22, "color": "#000000", "line": {"width": 3}}
+    data.append(
+        {"type": "scatter", "mode": "markers", "name": "floor", "y": names, "x": floors, "marker": marker}
+    )
+    layout = {"barmode": "stack", "xaxis": {"title": {"text": "ms per step"}}, "yaxis": {"automargin": True}}
+    return {"data": data, "layout": layout}
+
+
+def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
+    """Against plain DDP on the same network; the bars' whiskers are quartiles."""
+    names = dict.fromkeys(
+        (track.name, track.text) for cell in cells for track in _racing(cell) if track.kind != "ddp"
+    )
+    data = []
+    for name, text in names:
+        found = [(cell, row) for cell in cells for row in rows(cell) if row.name == name and row.speed_up]
+        bounds = [row.speed_up for _, row in found if row.speed_up]
+        pattern = {"shape": "/"} if found[0][1].kind == "torch" else {}
+        data.append(
+            {
+                "type": "bar",
+                "name": name,
+                "x": [cell.network for cell, _ in found],
+                "y": [middle for _, middle, _ in bounds],
+                "error_y": {
+                    "type": "data",
+                    "array": [high - middle for _, middle, high in bounds],
+                    "arrayminus": [middle - low for low, middle, _ in bounds],
+                    "color": _GREY,
+                    "thickness": 1,
+                },
+                "marker": {"color": palette.colour(found[0][1], text), "pattern": pattern},
+                "hovertemplate": f"%{{y:.2f}} x<extra>{name}</extra>",
+            }
+        )
+    even = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": _GREY, "dash": "dot"},
+    }
+    axis = {"title": {"text": "speed-up over plain DDP"}, "rangemode": "tozero"}
+    return {"data": data, "layout": {"barmode": "group", "shapes": [even], "yaxis": axis}}
+
+
+def _racing(cell: Cell) -> list[Track]:
+    return [track for track in cell.tracks if track.kind != "alone" and not track.unavailable]
