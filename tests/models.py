@@ -91,3 +91,31 @@ class SyncCenter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _SyncStatistics.apply(x)  # type: ignore[no-untyped-call]
         return result
+
+
+class LossOfMLP(nn.Module):
+    """A model as `thinwire bench` wants it: from a batch to its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(width=128, layers=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.inner(x) - x.roll(1, 1)).square().mean()
+        return loss
+
+
+def for_bench() -> tuple[nn.Module, Any]:
+    """0.07 M parameters, for `thinwire bench --model tests.models:for_bench`."""
+    return LossOfMLP(), lambda rank, step: batch(rank, step, width=128, rows=16)
+
+
+def broken_for_bench() -> tuple[nn.Module, Any]:
+    """Builds, and then fails in its third batch on rank 1."""
+
+    def fails(rank: int, step: int) -> torch.Tensor:
+        if rank == 1 and step == 2:
+            raise ValueError("the data of rank 1 ended")
+        return batch(rank, step, width=128)
+
+    return LossOfMLP(), fails

@@ -10,6 +10,7 @@ from thinwire.codecs.cast import Cast
 from thinwire.errors import (
     AttachError,
     DriftError,
+    LabError,
     MismatchError,
     OptionError,
     ProgramError,
@@ -46,6 +47,7 @@ __all__ = [
     "Cast",
     "DriftError",
     "Exact",
+    "LabError",
     "Memory",
     "MismatchError",
     "OptionError",

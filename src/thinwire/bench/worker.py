@@ -70,10 +70,8 @@ def _join(task: Task, number: int) -> None:
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + number
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting_point = f"tcp://{address}:{port}"
-    dist.init_process_group(
-        backend, init_method=meeting_point, rank=rank, world_size=world_size, timeout=limit
-    )
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _pacer(report: Report, steps: int) -> Callable[[int], None]:

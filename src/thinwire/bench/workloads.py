@@ -148,7 +148,12 @@ def find_workload(name: str) -> Workload:
             )
         return WORKLOADS[name]
     build = find_object(name, "model")
-    made = build()
+    try:
+        made = build()
+    except Exception as error:
+        raise OptionError(
+            f"model={name!r} failed ({type(error).__name__}: {error}): it is called without arguments"
+        ) from error
     if isinstance(made, Workload):
         return made
     if not (

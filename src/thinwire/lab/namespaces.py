@@ -48,6 +48,7 @@ class Lab:
         self._as_user: list[str] = []
         self._keeper: subprocess.Popen[str] | None = None
         self._inner_pids: list[str] = []
+        self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Lab":
         self._as_user = ways_in()[0]
@@ -96,10 +97,14 @@ class Lab:
         except subprocess.TimeoutExpired:
             keeper.kill()  # and with it, by --kill-child, all that it keeps
             keeper.wait()
+        for process in self._started:
+            process.wait()
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a command on one host."""
-        return launch(self._entering(host, command), self.environment(host), **options)
+        process = launch(self._entering(host, command), self.environment(host), **options)
+        self._started.append(process)
+        return process
 
     def environment(self, host: int) -> Mapping[str, str]:
         """Host 0 is where the others meet."""
