@@ -2,14 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench system clean
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/thinwire bench --or-loopback --fresh --steps 40 --out demo.json
+	$(BIN)/thinwire report demo.json
 
-test: lint
+test: lint system
 	$(BIN)/pytest
 
 lint: $(READY)
@@ -21,6 +23,11 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 
+# What the tests need beyond Python: network tools for the lab, a browser for the report.
+system:
+	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
+	    { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium iproute2 >/dev/null; }
+
 # Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
 $(READY): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
@@ -29,4 +36,4 @@ $(READY): pyproject.toml constraints.txt Makefile
 	touch $(READY)
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build demo.json demo.html .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

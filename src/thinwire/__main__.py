@@ -1,5 +1,6 @@
 """`python -m thinwire` is the same as `thinwire`."""
 
+import signal
 import sys
 
 
@@ -11,6 +12,8 @@ def main() -> None:
         if error.name not in ("click", "rich"):
             raise
         sys.exit(f"thinwire's command line needs {error.name}: pip install 'thinwire[cli]'")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end in order, as on Ctrl-C
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     cli(prog_name="thinwire")
 
 

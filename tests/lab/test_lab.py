@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bandwidth import measured_rate, transfer
 from thinwire import LabError, UnavailableError
 from thinwire.lab import namespaces
 from thinwire.lab.checks import examine
@@ -19,26 +20,6 @@ from thinwire.lab.namespaces import MARK, Lab, clean
 from thinwire.lab.network import plan
 from thinwire.lab.rate import parse_rate
 from thinwire.lab.run import Finished, run_on
-
-TRANSFER = """
-import socket, sys, time
-rank, payload = sys.argv[1], int(sys.argv[2])
-if rank == "0":
-    with socket.create_server(("10.77.0.1", 5000)) as server:
-        connection, _ = server.accept()
-        received, started = len(connection.recv(1 << 20)), time.monotonic()
-        while chunk := connection.recv(1 << 20):
-            received += len(chunk)
-        print(8 * received / (time.monotonic() - started))
-else:
-    while True:
-        try:
-            connection = socket.create_connection(("10.77.0.1", 5000))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    connection.sendall(bytes(payload))
-"""
 
 
 def gathered(hosts: Lab, *command: str) -> tuple[Finished, list[tuple[int, str, str]]]:
@@ -79,22 +60,6 @@ def _nothing_stays_behind() -> Iterator[None]:
     assert set(os.listdir("/sys/class/net")) == interfaces
 
 
-def measured_rate(lab: Lab, seconds: float) -> float:
-    rate = lab.network.rate
-    assert rate is not None
-    command = [
-        "sh",
-        "-c",
-        'exec "$0" -c "$1" "$RANK" "$2"',
-        sys.executable,
-        TRANSFER,
-        str(int(rate / 8 * seconds)),
-    ]
-    finished, lines = gathered(lab, *command)
-    assert finished.exit_code == 0, lines
-    return float(next(line for host, _, line in lines if host == 0))
-
-
 @pytest.mark.parametrize("rate", ["10mbit", "100mbit", "1gbit"])
 def test_a_bulk_transfer_runs_at_the_rate_of_the_link(rate: str) -> None:
     """The best of three: a busy machine can slow a transfer down, but nothing may speed it up."""
@@ -115,10 +80,7 @@ def test_groups_are_fast_inside_and_slow_between() -> None:
 
 def test_bytes_are_counted_by_host() -> None:
     with Lab(plan(hosts=2, rate="1gbit")) as lab:
-        payload = "1000000"
-        finished, _ = gathered(
-            lab, "sh", "-c", 'exec "$0" -c "$1" "$RANK" "$2"', sys.executable, TRANSFER, payload
-        )
+        finished, _ = gathered(lab, *transfer(1_000_000))
     assert finished.bytes_sent is not None
     receiver, sender = finished.bytes_sent
     assert 1_000_000 < sender < 1_050_000

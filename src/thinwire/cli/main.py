@@ -4,8 +4,6 @@
 `thinwire lab` ends with the exit code of the command it ran.
 """
 
-import signal
-import sys
 from typing import Any
 
 import click
@@ -21,12 +19,10 @@ _CODES: list[tuple[type[ThinwireError], int]] = [(OptionError, 2), (UnavailableE
 
 
 class Commands(click.Group):
-    """Shows expected errors without a traceback, and ends in order when it is told to."""
+    """Shows expected errors without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except ThinwireError as error:

@@ -19,10 +19,11 @@ def report(results: Path, path: Path | None, as_json: bool) -> None:
         from thinwire.report.page import render
     except ModuleNotFoundError as error:
         raise UnavailableError(f"the report needs {error.name}: pip install 'thinwire[report]'") from error
+    loaded = Results.load(results)
     path = path or results.with_suffix(".html")
     if not path.parent.is_dir():
         raise OptionError(f"out={str(path)!r} is in a folder that does not exist: make {path.parent} first")
-    page = render(Results.load(results))
+    page = render(loaded)
     path.write_text(page, encoding="utf-8")
     if as_json:
         print_json({"path": str(path), "bytes": len(page.encode())})

@@ -1,0 +1,67 @@
+"""Is an emulated link as fast as it says? A bulk transfer from one host to another, at several rates.
+
+.venv/bin/python benchmarks/bandwidth.py
+"""
+
+import argparse
+import statistics
+import sys
+
+from thinwire.lab.namespaces import Lab
+from thinwire.lab.network import plan
+from thinwire.lab.run import run_on
+
+_PROGRAM = """
+import os, socket, sys, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.77.0.1", 5000)) as server:
+        connection, _ = server.accept()
+        received, started = len(connection.recv(1 << 20)), time.monotonic()
+        while chunk := connection.recv(1 << 20):
+            received += len(chunk)
+        print(8 * received / (time.monotonic() - started))
+else:
+    while True:
+        try:
+            connection = socket.create_connection(("10.77.0.1", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    connection.sendall(bytes(int(sys.argv[1])))
+"""
+
+
+def transfer(payload: int) -> list[str]:
+    """A command for two hosts: the second sends so many bytes to the first, which prints bits per second."""
+    return [sys.executable, "-c", _PROGRAM, str(payload)]
+
+
+def measured_rate(lab: Lab, seconds: float) -> float:
+    """Bits per second of a transfer that should take so long."""
+    assert lab.network.rate is not None
+    lines: list[str] = []
+    command = transfer(int(lab.network.rate / 8 * seconds))
+    finished = run_on(lab, command, lambda host, stream, line: lines.append(line))
+    assert finished.exit_code == 0, lines
+    return float(lines[0])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", default="1mbit,10mbit,100mbit,1gbit,10gbit")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    options = parser.parse_args()
+    print(f"{'rate':<10}{'measured, median of 5':>24}")
+    for rate in options.rates.split(","):
+        with Lab(plan(hosts=2, rate=rate)) as lab:
+            rates = [measured_rate(lab, options.seconds) for _ in range(5)]
+            ratios = [one / (lab.network.rate or 1) for one in rates]
+        spread = f"({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"{rate:<10}{statistics.median(ratios):>10.3f} x {spread}")
+
+
+if __name__ == "__main__":
+    main()

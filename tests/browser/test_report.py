@@ -1,0 +1,137 @@
+"""The report in a real browser: it draws, it logs nothing, it fits a phone and the dark."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from thinwire.bench.results import Cell, Results, Track
+from thinwire.report.page import render
+
+STEPS = 16
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def track(name: str, kind: str, seconds: float, text: str = "") -> Track:
+    own = Track(name, kind, text or name, peak_memory=350_000_000)
+    own.step_seconds = [seconds * (1 + 0.1 * (step % 3)) for step in range(STEPS)]
+    own.device_bytes = [1e6 * seconds] * STEPS
+    own.losses = [(step, 5.0 - 0.1 * step) for step in range(0, STEPS + 1, 4)]
+    if kind == "thinwire":
+        own.meter_bytes = own.device_bytes
+        own.encode_seconds = own.wire_seconds = own.exposed_seconds = [0.01] * STEPS
+    return own
+
+
+def results() -> Results:
+    cells = []
+    for number, link in enumerate(("10mbit", "100mbit", "1gbit")):
+        tracks = [
+            track("DDP", "ddp", 1.0 / 10**number + 0.1),
+            track("BF16", "thinwire", 0.5 / 10**number + 0.1),
+            track("torch <b>hook</b>", "torch", 0.6 / 10**number + 0.1, text="BF16"),
+            Track("torch bf16_compress_hook", "torch", "x", unavailable="it needs </script> & NCCL"),
+            track("no communication", "alone", 0.1),
+        ]
+        cells.append(Cell("gpt-1m", 2, link, f"2 hosts at {link}", 10**7 * 10**number, 10**6, tracks))
+    cells.append(Cell("gpt-1m", 4, "1gbit", "4 hosts at 1gbit", error="host 3 died"))
+    return Results("thinwire bench --links 10mbit,100mbit,1gbit", {"steps": STEPS}, {"cores": "2"}, cells)
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(render(results()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    assert chromium, "the browser test needs Chromium: apt-get install chromium (make test does it as root)"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+def opened(browser: Browser, path: Path, *, width: int = 1280, dark: bool = False) -> tuple[Page, list[str]]:
+    """The page once it is drawn, and all that it logged or asked the network for."""
+    page = browser.new_page(
+        viewport={"width": width, "height": 850}, color_scheme="dark" if dark else "light"
+    )
+    noise: list[str] = []
+    page.on("console", lambda message: noise.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: noise.append(f"error: {error}"))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith(("file:", "data:")) else noise.append(request.url),
+    )
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('.plot .plot-container').length > 0")
+    return page, noise
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_every_plot_is_drawn_and_nothing_is_logged(
+    browser: Browser, page_path: Path, width: int, dark: bool
+) -> None:
+    page, noise = opened(browser, page_path, width=width, dark=dark)
+    assert page.locator(".plot").count() == 1 + 3 * 3
+    for number in range(1 + 3 * 3):
+        plot = page.locator(".plot").nth(number)
+        assert plot.locator(".trace").count() >= 2, f"plot {number} has no data"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it would scroll sideways"
+    assert noise == []
+    page.close()
+
+
+def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Path) -> None:
+    page, _ = opened(browser, page_path)
+    drawn = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.data)")
+    overview, by_time, by_bytes, steps = drawn[:4]
+    assert [trace["name"] for trace in overview] == ["BF16", "torch <b>hook</b>"]
+    assert [len(trace["x"]) for trace in overview] == [3, 3]
+    assert by_time[0]["y"][0] == 5.0
+    assert by_bytes[0]["x"][-1] == pytest.approx(STEPS * 1.1)
+    assert [trace["name"] for trace in steps] == ["computing", "encoding", "waiting for the network", "floor"]
+    page.close()
+
+
+def test_text_from_outside_stays_text(browser: Browser, page_path: Path) -> None:
+    page, _ = opened(browser, page_path)
+    assert page.locator("table b").count() == 0
+    assert page.get_by_text("it needs </script> & NCCL").count() == 3
+    assert page.locator("section").count() == 3
+    page.close()
+
+
+def test_advice_command_and_failure_can_be_read(browser: Browser, page_path: Path) -> None:
+    page, _ = opened(browser, page_path)
+    advice = page.locator(".advice").all_inner_texts()
+    assert len(advice) == 4
+    assert "use BF16" in advice[0]
+    assert "host 3 died" in advice[3]
+    assert page.locator("pre").inner_text() == "thinwire bench --links 10mbit,100mbit,1gbit"
+    page.close()
+
+
+def test_dark_and_light_follow_the_reader(browser: Browser, page_path: Path) -> None:
+    page, _ = opened(browser, page_path)
+    colour = "document.querySelector('.plot').layout.font.color"
+    light = page.evaluate(colour)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{colour} !== '{light}'")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == "rgb(17, 21, 26)"
+    page.close()

@@ -1,0 +1,97 @@
+"""The command line: help, errors in one line, exit codes, data on stdout."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import thinwire
+from thinwire import UnavailableError
+from thinwire.cli import bench as bench_command
+from thinwire.cli.main import cli
+from thinwire.lab import checks, namespaces
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cli, list(words))
+
+
+@pytest.mark.parametrize("command", ["", "lab", "bench", "report", "doctor"])
+def test_every_command_has_help(command: str) -> None:
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "--help" in result.output
+
+
+def test_the_module_and_the_script_are_the_same() -> None:
+    for command in ([sys.executable, "-m", "thinwire"], [str(Path(sys.executable).parent / "thinwire")]):
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        assert shown == f"thinwire, version {thinwire.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("lab --hosts 0 -- true", 2, "hosts=0 must be from 1 to 64"),
+        ("lab --rate quick -- true", 2, "rate='quick' does not parse"),
+        ("lab --hosts 2", 2, "there is no command to run"),
+        ("lab --hosts two -- true", 2, "'two' is not a valid integer"),
+        ("bench --programs zip", 2, "program='zip' is unknown: choose from Exact"),
+        ("bench --hosts 1", 2, "hosts=1 must be from 2"),
+        ("bench --hosts a,b", 2, "hosts='a' is not a whole number"),
+        ("bench --out /no/such/folder/b.json", 2, "folder that does not exist"),
+        ("report /no/such/file.json", 1, "cannot be read"),
+        ("report pyproject.toml", 1, "is no results file"),
+        ("nonsense", 2, "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(words: str, code: int, message: str) -> None:
+    result = run(*words.split())
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
+
+
+def no_way(*args: object) -> Any:
+    raise UnavailableError("the lab needs the command 'ip', which is not installed: apt-get install iproute2")
+
+
+def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (namespaces, checks, bench_command):
+        monkeypatch.setattr(module, "ways_in", no_way)
+    for words in ("lab -- true", "bench --steps 8"):
+        result = run(*words.split())
+        assert result.exit_code == 3
+        assert "apt-get install iproute2" in result.stderr
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "apt-get install iproute2" in result.stdout.replace("\n", " ").replace("  ", " ")
+
+
+def test_the_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool, path: None if tool == "tc" else f"/bin/{tool}")
+    with pytest.raises(UnavailableError, match="'tc', which is not installed: apt-get install iproute2"):
+        namespaces.ways_in()
+
+
+def test_doctor_as_json() -> None:
+    findings = {finding["name"]: finding for finding in json.loads(run("doctor", "--json").stdout)}
+    assert findings["thinwire"]["detail"] == thinwire.__version__
+    assert findings["gloo"]["ok"] is True
+    assert all(finding["ok"] or finding["remedy"] for finding in findings.values())
+
+
+def test_without_click_the_way_to_get_it_is_said() -> None:
+    script = "import sys; sys.modules['click'] = None; from thinwire.__main__ import main; main()"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr == "thinwire's command line needs click: pip install 'thinwire[cli]'\n"
+
+
+def test_nothing_to_clean_is_not_an_error() -> None:
+    assert json.loads(run("lab", "--clean", "--json").stdout) == {"removed": 0}
