@@ -1,4 +1,4 @@
-"""What the overhead is measured on: the GPT of `thinwire bench`, and an MLP with little work for each byte."""
+"""What the overhead is measured on: the GPT of `thinwire bench`, and an MLP with little work per byte."""
 
 import torch
 from torch import nn
