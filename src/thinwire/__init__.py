@@ -20,7 +20,9 @@ from thinwire.errors import (
     WireError,
 )
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
+from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.warmup import Warmup
 from thinwire.version import __version__
 from thinwire.wire.meter import Stats, StepRecord
 from thinwire.wire.ops import (
@@ -52,6 +54,7 @@ __all__ = [
     "MismatchError",
     "OptionError",
     "Outcome",
+    "PowerSGD",
     "Program",
     "ProgramError",
     "Reduce",
@@ -63,6 +66,7 @@ __all__ = [
     "Steps",
     "ThinwireError",
     "UnavailableError",
+    "Warmup",
     "Wire",
     "WireError",
     "__version__",

@@ -164,7 +164,9 @@ def enumerated(rank: int, world_size: int) -> None:
     exact = gradient_with(None, rank)
     for kind in DDPCommHookType:
         ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
-        if "QUANTIZE" in kind.name or "POWER" in kind.name:
+        if "POWER" in kind.name:
+            continue  # tests/ranks/test_powersgd.py
+        if "QUANTIZE" in kind.name:
             with pytest.raises(thinwire.UnavailableError, match=f"{kind.name} is not in thinwire yet"):
                 register_ddp_comm_hook(kind, ddp)
             continue

@@ -10,7 +10,7 @@ import pytest
 import thinwire
 from thinwire.ddp_comm_hooks import DDPCommHookType
 
-ARRIVED = ["", ".default_hooks", ".debugging_hooks", ".mixed_precision_hooks"]
+ARRIVED = ["", ".default_hooks", ".debugging_hooks", ".mixed_precision_hooks", ".powerSGD_hook"]
 """The modules of torch.distributed.algorithms.ddp_comm_hooks that thinwire has so far."""
 
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.ddp_comm_hooks import debugging_hooks as debugging
 from thinwire.ddp_comm_hooks import default_hooks as default
 from thinwire.ddp_comm_hooks import mixed_precision_hooks  # noqa: F401 - a submodule, as in torch
+from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from thinwire.errors import UnavailableError
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
@@ -27,6 +28,12 @@ def _member(value: Any) -> Any:
 
 def _register(comm_hook: Callable[..., Any], model: DistributedDataParallel, state: Any) -> None:
     model.register_comm_hook(state, comm_hook)
+
+
+def _power(comm_hook: Callable[..., Any], model: DistributedDataParallel, state: Any, rank: int) -> None:
+    """Here `state` is the process group; the hook's own state is made from it."""
+    made = powerSGD.PowerSGDState(process_group=state, matrix_approximation_rank=rank)
+    model.register_comm_hook(made, comm_hook)
 
 
 def _refuse(algorithm: str, model: DistributedDataParallel, state: Any) -> None:
@@ -47,10 +54,10 @@ class DDPCommHookType(Enum):
     BF16_COMPRESS = _member(partial(_register, comm_hook=default.bf16_compress_hook))
     QUANTIZE_PER_TENSOR = _member(partial(_refuse, algorithm="QUANTIZE_PER_TENSOR"))
     QUANTIZE_PER_CHANNEL = _member(partial(_refuse, algorithm="QUANTIZE_PER_CHANNEL"))
-    POWER_SGD = _member(partial(_refuse, algorithm="POWER_SGD"))
-    POWER_SGD_RANK2 = _member(partial(_refuse, algorithm="POWER_SGD_RANK2"))
-    BATCHED_POWER_SGD = _member(partial(_refuse, algorithm="BATCHED_POWER_SGD"))
-    BATCHED_POWER_SGD_RANK2 = _member(partial(_refuse, algorithm="BATCHED_POWER_SGD_RANK2"))
+    POWER_SGD = _member(partial(_power, comm_hook=powerSGD.powerSGD_hook, rank=1))
+    POWER_SGD_RANK2 = _member(partial(_power, comm_hook=powerSGD.powerSGD_hook, rank=2))
+    BATCHED_POWER_SGD = _member(partial(_power, comm_hook=powerSGD.batched_powerSGD_hook, rank=1))
+    BATCHED_POWER_SGD_RANK2 = _member(partial(_power, comm_hook=powerSGD.batched_powerSGD_hook, rank=2))
     NOOP = _member(partial(_register, comm_hook=debugging.noop_hook))
 
 

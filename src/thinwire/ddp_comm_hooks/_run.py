@@ -21,9 +21,14 @@ _forwards: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDi
 
 
 def run_program(
-    program: Program, process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+    program: Program,
+    process_group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,
+    memory: Memory | None = None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over `process_group`; None is the group of the DDP model itself.
+
+    `memory` is what the program keeps from step to step, if it keeps anything.
 
     (torch takes None for the whole world, so two jobs in one world average each other's gradients.)
     """
@@ -37,7 +42,7 @@ def run_program(
     bridges = _bridges.setdefault(ddp, {})
     if group not in bridges:
         bridges[group] = Bridge(ddp, group, set_up_of(ddp, program))
-    return bridges[group].run(program, bucket, Memory())
+    return bridges[group].run(program, bucket, memory or Memory())
 
 
 def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:

@@ -1,0 +1,266 @@
+r"""PowerSGD: gradients as products of two thin matrices, found by one step of subspace iteration.
+
+For each gradient matrix M (n x m), with Q (m x r) left from the step before:
+
+    P = mean over ranks of M Q        first all-reduce, n r numbers
+    P = orthonormal basis of P
+    Q = mean over ranks of M^T P      second all-reduce, m r numbers
+    gradient = P Q^T
+
+What the product misses, M - P Q^T, is added to the next step's gradient (error feedback).
+
+Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
+https://arxiv.org/abs/1905.13727.
+"""
+
+import math
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from thinwire.errors import OptionError
+from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.wire.ops import AllReduce, Steps
+from thinwire.wire.pack import pack, unpack
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+RESIDUAL = "residual"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
+
+    Tuning. Start with `PowerSGD(rank=4, factor_dtype="bf16")`. If the loss falls behind plain DDP's, first
+    let training begin with exact gradients, `Warmup(PowerSGD(...), steps=...)` with about a tenth of all
+    steps, the time in which gradients change fastest; then double the rank until it does not help any more.
+    Leave `warm_start` and `error_feedback` on: without them the same rank is far less accurate. If a step is
+    bound by computing rather than by the link (`thinwire bench` says), compression cannot help.
+
+    Args:
+        rank: Columns kept of each matrix; bytes and work grow with it. 1 to 4 for most models, up to 32 for
+            large language models.
+        min_compression: A matrix that would shrink by less than this factor travels as it is, together with
+            biases and other vectors.
+        warm_start: Begin each step's iteration with the last step's Q, which makes one iteration enough.
+        error_feedback: Add what was not sent to the next step's gradient. Costs one copy of the gradients.
+        residual: "mean" keeps what this rank's gradient differs from the averaged result; "sent" what it
+            differs from this rank's own contribution to it. The average over ranks, and with it training, is
+            the same but for rounding: "mean" also makes up for the rounding of the sum, "sent" stays small.
+        factor_dtype: "bf16" (or "fp16") halves the bytes of all that travels; with error feedback the
+            rounding is made up for as well. None: as the gradients are.
+        flatten: Take the whole bucket for one square matrix: fewer, larger operations, but it destroys the
+            structure that makes gradients low-rank. Only worth a try with rank=1.
+        seed: Of the first Q.
+
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.PowerSGD(rank=4, factor_dtype="bf16"))
+    """
+
+    rank: int = 4
+    min_compression: float = 2.0
+    warm_start: bool = True
+    error_feedback: bool = True
+    residual: str = "mean"
+    factor_dtype: str | None = None
+    flatten: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise OptionError(f"rank={self.rank!r} must be at least 1: PowerSGD keeps rank columns; try 4")
+        if not self.min_compression > 0:
+            raise OptionError(f"min_compression={self.min_compression!r} must be positive: 2 is a good value")
+        if self.residual not in ("mean", "sent"):
+            raise OptionError(
+                f"residual={self.residual!r} must be 'mean' or 'sent': what errors are taken against"
+            )
+        if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
+            raise OptionError(
+                f"factor_dtype={self.factor_dtype!r} must be None, {' or '.join(map(repr, _DTYPES))}"
+            )
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Two all-reduces: P together with all that is not compressed, then Q."""
+        groups, rest = self._split(bucket)
+        remembered = self._residuals(bucket, groups, memory) if self.error_feedback else []
+        for view, residual in remembered:
+            view.add_(residual)
+        starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
+        first = [group.times(start) for group, start in zip(groups, starts, strict=True)]
+        own, mean = yield from self._mean([*first, *rest], bucket)
+        if mean is None:
+            return _overflow(bucket)
+        ps = [orthonormal(p) for p in mean[: len(groups)]]
+        own_rest, mean_rest = own[len(groups) :], mean[len(groups) :]
+        second = [group.transposed_times(p) for group, p in zip(groups, ps, strict=True)]
+        own_qs, mean_qs = yield from self._mean(second, bucket)
+        if mean_qs is None:
+            return _overflow(bucket)
+
+        for view, residual in remembered:
+            residual.copy_(view)
+        if remembered and self.residual == "sent":
+            _write(groups, ps, own_qs, rest, own_rest)
+            _subtract(remembered)
+        _write(groups, ps, mean_qs, rest, mean_rest)
+        if remembered and self.residual == "mean":
+            _subtract(remembered)
+        if self.warm_start:
+            self._remember(groups, mean_qs, memory)
+        return Outcome(bucket.buffer)
+
+    def numbers_sent(self, shape: torch.Size) -> int:
+        """How many numbers stand for a gradient of this shape on the wire."""
+        n, m = self._matrix_shape(shape)
+        return (n + m) * min(n, m, self.rank) + shape.numel() - n * m if n else shape.numel()
+
+    def _matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
+        """As what matrix a gradient is compressed; (0, 0) where that is not worth it."""
+        length = shape.numel()
+        n = math.isqrt(length) if self.flatten else shape[0] if shape else 1
+        m = length // n if n else 0
+        return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
+
+    def _split(self, bucket: Bucket) -> tuple[list["Group"], list[torch.Tensor]]:
+        """Matrices worth compressing, by shape, and everything else, flat: views of the bucket."""
+        views = {bucket.names[0]: bucket.buffer} if self.flatten else bucket.views()
+        groups: defaultdict[tuple[int, int], Group] = defaultdict(Group)
+        rest = []
+        for name, view in views.items():
+            n, m = self._matrix_shape(view.shape)
+            flat = view.view(-1)
+            if n:
+                groups[n, m].add(name, flat[: n * m].view(n, m), min(n, m, self.rank))
+            if n * m < len(flat):
+                rest.append(flat[n * m :])
+        return list(groups.values()), rest
+
+    def _residuals(
+        self, bucket: Bucket, groups: list["Group"], memory: Memory
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the bucket whose rounding or projection is made up for, each with its memory."""
+        compressed = {name for group in groups for name in group.names}
+        return [
+            (view, memory.slot(name, RESIDUAL, partial(torch.zeros_like, view)))
+            for name, view in bucket.views().items()
+            if name in compressed or (self.flatten and compressed) or self.factor_dtype
+        ]
+
+    def _mean(
+        self, tensors: list[torch.Tensor], bucket: Bucket
+    ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor] | None]]:
+        """What this rank gave and the mean over ranks; None where the mean is not finite.
+
+        Every rank sees the same mean, so all take the same way. Of nothing the mean is nothing, at no cost.
+        """
+        if not tensors:
+            return [], []
+        shapes = [tensor.shape for tensor in tensors]
+        flat = pack(tensors)
+        encoded = flat.mul(1 / bucket.world_size).to(_DTYPES.get(self.factor_dtype or "", flat.dtype))
+        if self.residual == "sent":
+            flat = encoded.to(flat.dtype).mul(bucket.world_size)
+        mean = (yield AllReduce(encoded)).to(flat.dtype)
+        return unpack(flat, shapes), unpack(mean, shapes) if mean.isfinite().all() else None
+
+    def _starts(self, groups: list["Group"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+        """The Q of every matrix to begin with, stacked by group."""
+        step = 0 if self.warm_start else bucket.step
+
+        def fresh(name: str, group: Group) -> torch.Tensor:
+            seed = zlib.crc32(f"{self.seed} {name} {step}".encode())
+            numbers = torch.randn(group.rank, group.columns, generator=torch.Generator().manual_seed(seed))
+            return numbers.to(bucket.buffer)
+
+        if not self.warm_start:
+            return [torch.stack([fresh(name, group) for name in group.names]) for group in groups]
+        return [
+            torch.stack([memory.slot(name, group.key, partial(fresh, name, group)) for name in group.names])
+            for group in groups
+        ]
+
+    def _remember(self, groups: list["Group"], qs: list[torch.Tensor], memory: Memory) -> None:
+        for group, stacked in zip(groups, qs, strict=True):
+            for name, q in zip(group.names, stacked, strict=True):
+                memory.slot(name, group.key, q.clone).copy_(q)
+
+
+class Group:
+    """Matrices of one shape.
+
+    Factors are kept with their columns as rows, (matrix, rank, length): two to five times as fast to multiply
+    on a CPU, and what QR wants.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.matrices: list[torch.Tensor] = []
+        self.rank = 0
+
+    def add(self, name: str, matrix: torch.Tensor, rank: int) -> None:
+        """One more of the same shape."""
+        self.names.append(name)
+        self.matrices.append(matrix)
+        self.rank = rank
+
+    @property
+    def columns(self) -> int:
+        """Of each matrix."""
+        return self.matrices[0].shape[1]
+
+    @property
+    def key(self) -> str:
+        """The slot of Q; one of another size would not fit."""
+        return f"q {self.rank}x{self.columns}"
+
+    def times(self, qs: torch.Tensor) -> torch.Tensor:
+        """M Q of each matrix."""
+        return torch.stack([q @ matrix.mT for q, matrix in zip(qs, self.matrices, strict=True)])
+
+    def transposed_times(self, ps: torch.Tensor) -> torch.Tensor:
+        """M^T P of each matrix."""
+        return torch.stack([p @ matrix for p, matrix in zip(ps, self.matrices, strict=True)])
+
+    def become(self, ps: torch.Tensor, qs: torch.Tensor) -> None:
+        """Set each matrix to P Q^T."""
+        for p, q, matrix in zip(ps, qs, self.matrices, strict=True):
+            torch.mm(p.mT, q, out=matrix)
+
+
+def orthonormal(rows: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the span of each matrix's rows; what is missing, it completes.
+
+    By Householder QR, in at least fp32: it cannot fail on finite numbers, so zero and dependent rows need no
+    special case, and for these shapes it is the fastest on a CPU (docs/design/decisions.md).
+    """
+    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)
+    return basis
+
+
+def _write(
+    groups: list[Group],
+    ps: list[torch.Tensor],
+    qs: list[torch.Tensor],
+    rest: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> None:
+    for group, p, q in zip(groups, ps, qs, strict=True):
+        group.become(p, q)
+    for view, value in zip(rest, values, strict=True):
+        view.copy_(value)
+
+
+def _subtract(remembered: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for view, residual in remembered:
+        residual.sub_(view)
+
+
+def _overflow(bucket: Bucket) -> Outcome:
+    """DDP gets a gradient that a GradScaler will see; nothing is remembered."""
+    return Outcome(bucket.buffer.fill_(math.nan))

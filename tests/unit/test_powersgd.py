@@ -1,0 +1,367 @@
+"""PowerSGD on simulated ranks."""
+
+import itertools
+import math
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import Bucket, Memory, OptionError, PowerSGD, Warmup
+from thinwire.programs.powersgd import orthonormal
+from thinwire.wire.simulate import Simulation, simulate
+
+SHAPES = {
+    "w": (12, 9),
+    "v": (12, 9),
+    "tall": (20, 4),
+    "conv": (6, 4, 3),
+    "bias": (7,),
+    "scalar": (),
+    "none": (0, 3),
+}
+
+
+class Ranks:
+    """Some ranks that average gradients by a program, step after step."""
+
+    def __init__(
+        self,
+        program: Any,
+        world_size: int,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        dtype: torch.dtype = torch.float32,
+        buckets: int = 1,
+    ) -> None:
+        self.program = program
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.memories = [Memory() for _ in range(world_size)]
+        self.dtype = dtype
+        self.step = 0
+        names = list(shapes)
+        self.buckets = [names[start::buckets] for start in range(buckets)]
+
+    def gradients(self, seed: int) -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            {
+                name: torch.randn(shape, generator=generator).to(self.dtype)
+                for name, shape in self.shapes.items()
+            }
+            for _ in self.memories
+        ]
+
+    def average(self, gradients: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """One step; all ranks must receive the same."""
+        simulation = self.run(gradients)
+        means = [
+            {
+                name: part
+                for names, outcome in zip(self.buckets, results, strict=True)
+                for name, part in self.bucket(names, outcome.mean, 0, 0).views().items()
+            }
+            for results in simulation.results
+        ]
+        for name, own in itertools.product(self.shapes, means):
+            assert torch.equal(own[name].nan_to_num(), means[0][name].nan_to_num()), f"{name}: ranks differ"
+        return means[0]
+
+    def run(self, gradients: list[dict[str, torch.Tensor]]) -> Simulation:
+        programs = []
+        for rank, (own, memory) in enumerate(zip(gradients, self.memories, strict=True)):
+            flat = [torch.cat([own[name].flatten() for name in names]) for names in self.buckets]
+            buckets = [
+                self.bucket(n, f, i, rank) for i, (n, f) in enumerate(zip(self.buckets, flat, strict=True))
+            ]
+            programs.append([self.program(bucket, memory) for bucket in buckets])
+        self.step += 1
+        return simulate(programs)
+
+    def bucket(self, names: list[str], flat: torch.Tensor, index: int, rank: int) -> Bucket:
+        shapes = tuple(self.shapes[name] for name in names)
+        return Bucket(index, flat, tuple(names), shapes, rank, len(self.memories), self.step)
+
+    def residual(self, name: str) -> torch.Tensor:
+        """The mean of all ranks' residuals."""
+        empty = torch.zeros(self.shapes[name], dtype=self.dtype)
+        return torch.stack([memory.slot(name, "residual", empty.clone) for memory in self.memories]).mean(0)
+
+
+def mean_of(gradients: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return torch.stack([own[name] for own in gradients]).mean(0)
+
+
+@given(
+    world_size=st.integers(1, 7),
+    rank=st.integers(1, 5),
+    residual=st.sampled_from(["mean", "sent"]),
+    factor_dtype=st.sampled_from([None, "bf16", "fp16"]),
+    warm_start=st.booleans(),
+    flatten=st.booleans(),
+    buckets=st.integers(1, 4),
+)
+def test_nothing_is_lost(world_size: int, buckets: int, **options: Any) -> None:
+    """All that was received, and what is still remembered, is all that was given."""
+    ranks = Ranks(PowerSGD(min_compression=1, **options), world_size, buckets=buckets)
+    given, received = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for seed in range(4):
+        gradients = ranks.gradients(seed)
+        mean = ranks.average(gradients)
+        for name in SHAPES:
+            given[name] += mean_of(gradients, name)
+            received[name] += mean[name]
+    # A sum in half precision rounds by itself, and only "mean" hears of it.
+    lossy = options["residual"] == "sent" and options["factor_dtype"] is not None
+    tolerance = 0.1 if lossy else 1e-4
+    for name in SHAPES:
+        torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=tolerance)
+
+
+def low_rank(n: int, m: int, rank: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(size, rank, generator=generator, dtype=torch.float64) for size in (n, m))
+    return left @ right.T
+
+
+@given(st.integers(1, 4), st.integers(0, 10**6))
+def test_a_matrix_of_no_higher_rank_arrives_exactly(rank: int, seed: int) -> None:
+    ranks = Ranks(PowerSGD(rank=rank, min_compression=0.1), 1, {"w": (30, 20)}, torch.float64)
+    matrix = low_rank(30, 20, rank, seed)
+    mean = ranks.average([{"w": matrix}])
+    torch.testing.assert_close(mean["w"], matrix, rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 10**6))
+def test_the_error_is_near_that_of_the_best_truncation(rank: int, world_size: int, seed: int) -> None:
+    """One step is at most that far off; a few warm steps on the same gradient reach the SVD's error."""
+    program = PowerSGD(rank=rank, min_compression=0.1, error_feedback=False)
+    ranks = Ranks(program, world_size, {"w": (30, 20)}, torch.float64)
+    left, right = (torch.linalg.qr(low_rank(size, size, size, seed))[0][:, :20] for size in (30, 20))
+    gradients = ranks.gradients(seed)
+    for own in gradients:  # all ranks' mean has the singular values 1, 1/2, 1/4, ...
+        own["w"] = left @ torch.diag(0.5 ** torch.arange(20, dtype=torch.float64)) @ right.T
+    matrix = mean_of(gradients, "w")
+    best = torch.linalg.svdvals(matrix)[rank:].norm()
+    first = (matrix - ranks.average(gradients)["w"]).norm()
+    for _ in range(20):
+        last = (matrix - ranks.average(gradients)["w"]).norm()
+    assert best * (1 - 1e-9) <= first <= matrix.norm()
+    assert best * (1 - 1e-9) <= last <= 1.001 * best
+
+
+def test_without_warm_start_every_step_begins_anew() -> None:
+    ranks = Ranks(PowerSGD(rank=1, min_compression=1, warm_start=False, error_feedback=False), 2)
+    gradients = ranks.gradients(0)
+    first, second = ranks.average(gradients), ranks.average(gradients)
+    assert not torch.equal(first["w"], second["w"])
+    assert ranks.memories[0].state_dict() == {}
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.booleans())
+def test_both_residuals_train_the_same(rank: int, world_size: int, flatten: bool) -> None:
+    runs = [
+        Ranks(
+            PowerSGD(rank=rank, min_compression=1, residual=kind, flatten=flatten),
+            world_size,
+            dtype=torch.float64,
+        )
+        for kind in ("mean", "sent")
+    ]
+    for seed in range(5):
+        against_mean, against_sent = (run.average(run.gradients(seed)) for run in runs)
+        for name in SHAPES:
+            torch.testing.assert_close(against_mean[name], against_sent[name], rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(1, 7))
+def test_many_buckets_give_what_one_gives(buckets: int) -> None:
+    """Compression is by matrix and state by name, so the bucket does not matter."""
+    one, many = (
+        Ranks(PowerSGD(rank=2, min_compression=1), 3, buckets=count, dtype=torch.float64)
+        for count in (1, buckets)
+    )
+    for seed in range(4):
+        expected, got = one.average(one.gradients(seed)), many.average(many.gradients(seed))
+        for name in SHAPES:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_rebuilt_buckets_lose_nothing() -> None:
+    steady, rebuilt = (Ranks(PowerSGD(rank=2, min_compression=1), 2, dtype=torch.float64) for _ in range(2))
+    for seed in range(4):
+        if seed == 2:
+            rebuilt.buckets = [["bias", "conv"], ["v", "w", "none"], ["scalar", "tall"]]
+        expected, got = steady.average(steady.gradients(seed)), rebuilt.average(rebuilt.gradients(seed))
+        for name in SHAPES:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("rank", [1, 3, 100])
+def test_degenerate_matrices_never_give_a_nan(dtype: torch.dtype, flatten: bool, rank: int) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "zero": (8, 6),
+        "columns": (8, 6),
+        "row": (1, 9),
+        "column": (9, 1),
+        "one": (1, 1),
+        "tiny": (5, 5),
+    }
+    program = PowerSGD(rank=rank, min_compression=0.01, flatten=flatten)
+    ranks = Ranks(program, 3, shapes, dtype)
+    for seed in range(3):
+        gradients = ranks.gradients(seed)
+        for own in gradients:
+            own["zero"].zero_()
+            own["columns"][:, 1:] = 0
+            own["tiny"] *= 1e-7
+        mean = ranks.average(gradients)
+        assert all(part.isfinite().all() for part in mean.values())
+        assert all(ranks.residual(name).isfinite().all() for name in shapes)
+
+
+def test_a_gradient_that_was_zero_is_followed_again() -> None:
+    ranks = Ranks(PowerSGD(rank=2, min_compression=1, error_feedback=False), 2, {"w": (12, 9)}, torch.float64)
+    for _ in range(3):
+        ranks.average([{"w": torch.zeros(12, 9, dtype=torch.float64)}] * 2)
+    matrix = low_rank(12, 9, 2, 0)
+    for _ in range(3):
+        mean = ranks.average([{"w": matrix.clone()}] * 2)
+    torch.testing.assert_close(mean["w"], matrix)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", ["w", "bias"])
+@pytest.mark.parametrize(
+    "options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}, {"residual": "sent"}], ids=str
+)
+def test_an_overflow_reaches_ddp_and_leaves_no_trace(bad: float, place: str, options: dict[str, Any]) -> None:
+    clean, hurt = (Ranks(PowerSGD(rank=2, min_compression=1, **options), 3) for _ in range(2))
+    for seed in range(2):
+        clean.average(clean.gradients(seed))
+        hurt.average(hurt.gradients(seed))
+    before = [memory.state_dict() for memory in hurt.memories]
+    gradients = hurt.gradients(99)
+    gradients[1][place].view(-1)[2] = bad
+    mean = hurt.average(gradients)
+    assert not torch.cat([part.flatten() for part in mean.values()]).isfinite().all()
+    for old, memory in zip(before, hurt.memories, strict=True):
+        for name, slots in memory.state_dict().items():
+            assert all(torch.equal(tensor, old[name][key]) for key, tensor in slots.items())
+    hurt.step = clean.step
+    expected, got = clean.average(clean.gradients(5)), hurt.average(hurt.gradients(5))
+    assert all(torch.equal(expected[name], got[name]) for name in SHAPES)
+
+
+def collectives(program: PowerSGD, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
+    """What one rank puts on the wire."""
+    ranks = Ranks(program, 1, shapes)
+    (own,) = ranks.gradients(0)
+    flat = torch.cat([part.flatten() for part in own.values()])
+    steps = program(ranks.bucket(list(shapes), flat, 0, 0), Memory())
+    sent: list[torch.Tensor] = []
+    with suppress(StopIteration):
+        sent.append(next(steps).tensor)  # type: ignore[union-attr] # PowerSGD awaits nothing
+        while True:
+            sent.append(steps.send(sent[-1]).tensor)  # type: ignore[union-attr]
+    return sent
+
+
+def test_two_collectives_that_carry_the_factors_and_all_else() -> None:
+    program = PowerSGD(rank=2, min_compression=1)
+    first, second = collectives(program)
+    compressed = [(12, 9), (12, 9), (20, 4), (6, 12)]
+    assert first.numel() == 2 * sum(n for n, _ in compressed) + 7 + 1
+    assert second.numel() == 2 * sum(m for _, m in compressed)
+    assert first.numel() + second.numel() == sum(program.numbers_sent(torch.Size(s)) for s in SHAPES.values())
+    halves = collectives(PowerSGD(rank=2, min_compression=1, factor_dtype="bf16"))
+    assert [tensor.dtype for tensor in halves] == [torch.bfloat16] * 2
+    assert [tensor.numel() for tensor in halves] == [first.numel(), second.numel()]
+
+
+def test_a_bucket_with_nothing_to_compress_takes_one_collective() -> None:
+    (only,) = collectives(PowerSGD(rank=4), {"bias": (7,), "small": (3, 3)})
+    assert only.numel() == 16
+
+
+def test_a_matrix_not_worth_it_travels_as_it_is() -> None:
+    """(n + m) rank min_compression < n m decides, as in torch."""
+    assert PowerSGD(rank=1, min_compression=2).numbers_sent(torch.Size((4, 4))) == 16
+    assert PowerSGD(rank=1, min_compression=1.9).numbers_sent(torch.Size((4, 4))) == 8
+
+
+def straight_line(
+    gradients: list[torch.Tensor], q: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batched form by hand: the first n m numbers as a matrix, the tail exactly."""
+    length = len(gradients[0])
+    n = math.isqrt(length)
+    m = length // n
+    matrices = [own[: n * m].reshape(n, m) for own in gradients]
+    p = torch.linalg.qr(sum(matrix @ q for matrix in matrices))[0]
+    q = sum(matrix.T @ p for matrix in matrices) / len(gradients)
+    tail = torch.stack([own[n * m :] for own in gradients]).mean(0)
+    return torch.cat([(p @ q.T).flatten(), tail]), q
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_the_batched_form_is_what_its_formula_says(rank: int, world_size: int) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (11, 7), "b": (5,), "c": (3, 3)}
+    program = PowerSGD(rank=rank, min_compression=0.1, flatten=True)
+    ranks = Ranks(program, world_size, shapes, torch.float64)
+    n = math.isqrt(11 * 7 + 5 + 9)
+    q = torch.empty(0)
+    errors = [torch.zeros(91, dtype=torch.float64) for _ in range(world_size)]
+    for seed in range(4):
+        gradients = ranks.gradients(seed)
+        flat = [torch.cat([part.flatten() for part in own.values()]) for own in gradients]
+        got = torch.cat([part.flatten() for part in ranks.average(gradients).values()])
+        if seed == 0:  # begin where the program has begun: what it kept of Q spans what it started with
+            q = ranks.memories[0].slot("a", f"q {min(rank, n)}x{91 // n}", torch.Tensor).T.clone()
+            errors = [own - got for own in flat]
+            continue
+        corrected = [own + error for own, error in zip(flat, errors, strict=True)]
+        expected, q = straight_line(corrected, torch.linalg.qr(q)[0], rank)
+        errors = [own - expected for own in corrected]
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_a_basis_is_orthonormal_whatever_it_is_made_from(
+    rank: int, length: int, seed: int, scale: float
+) -> None:
+    rank = min(rank, length)
+    rows = torch.randn(2, rank, length, generator=torch.Generator().manual_seed(seed)) * scale
+    rows[1, rank // 2 :] = 0
+    basis = orthonormal(rows)
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(rank).expand(2, -1, -1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"rank": 1.5}, "rank=1.5"),
+        ({"min_compression": 0}, "min_compression=0 must be positive"),
+        ({"residual": "none"}, "residual='none' must be"),
+        ({"factor_dtype": "int8"}, "factor_dtype='int8' must be"),
+    ],
+)
+def test_bad_options_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        PowerSGD(**options)
+
+
+def test_warm_up_is_exact_first_and_then_the_program() -> None:
+    ranks = Ranks(Warmup(PowerSGD(rank=1, min_compression=1), steps=2), 2)
+    for seed in range(3):
+        gradients = ranks.gradients(seed)
+        mean = ranks.average(gradients)
+        exact = torch.allclose(mean["w"], mean_of(gradients, "w"), atol=1e-6)
+        assert exact is (seed < 2)
+    with pytest.raises(OptionError, match="steps=-1"):
+        Warmup(PowerSGD(), steps=-1)
