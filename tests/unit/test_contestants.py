@@ -69,3 +69,10 @@ def test_plain_ddp_comes_first_and_torchs_hook_after_its_program() -> None:
 def test_naming_a_program_twice_is_an_error() -> None:
     with pytest.raises(OptionError, match="BF16 twice"):
         line_up(["bf16", "BF16"])
+
+
+def test_programs_with_the_same_counterpart_share_it() -> None:
+    texts = ["PowerSGD(rank=2)", "PowerSGD(rank=2, factor_dtype='bf16')", "PowerSGD(rank=4)"]
+    rivals = [one.rival for one in line_up(texts) if one.kind == "thinwire"]
+    assert rivals == [f"torch powerSGD_hook rank {rank}, one bucket" for rank in (2, 2, 4)]
+    assert [one.name for one in line_up(texts) if one.kind == "torch"] == list(dict.fromkeys(rivals))

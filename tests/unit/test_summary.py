@@ -29,6 +29,7 @@ def cell(*tracks: Track) -> Cell:
 
 PLAIN = track("DDP", "ddp", 1.2, 10e6, 2.0)
 HALF = track("BF16", "thinwire", 0.7, 5e6, 2.0)
+HALF.rival = "torch bf16_compress_hook"
 TORCH = track("torch bf16_compress_hook", "torch", 1.4, 5e6, 2.0, text="BF16")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
@@ -17,10 +18,48 @@ from thinwire.programs.program import Program, describe
 PLAIN = "DDP"
 ALONE = "no communication"
 
-PROGRAMS: dict[str, Callable[..., Any] | None] = {
-    "Exact": torch_hooks.allreduce_hook,
-    "FP16": torch_hooks.fp16_compress_hook,
-    "BF16": torch_hooks.bf16_compress_hook,
+
+@dataclass(frozen=True)
+class TorchHook:
+    """torch's own hook for what a program does.
+
+    Attributes:
+        name: Its name in torch, with what tells it apart, given the program.
+        register: Makes a model use it; given the program, for its options.
+        bucket_mb: What it needs to survive, where that is not the user's.
+    """
+
+    name: Callable[[Any], str]
+    register: Callable[[DDP, Any], None]
+    bucket_mb: float | None = None
+
+
+def _simple(hook: Callable[..., Any]) -> TorchHook:
+    return TorchHook(lambda program: hook.__name__, lambda ddp, program: ddp.register_comm_hook(None, hook))
+
+
+def _powersgd_name(program: thinwire.PowerSGD) -> str:
+    return f"{'batched_' * program.flatten}powerSGD_hook rank {program.rank}, one bucket"
+
+
+def _register_powersgd(ddp: DDP, program: thinwire.PowerSGD) -> None:
+    hook = torch_powersgd.batched_powerSGD_hook if program.flatten else torch_powersgd.powerSGD_hook
+    state = torch_powersgd.PowerSGDState(
+        None,
+        program.rank,
+        start_powerSGD_iter=2,
+        min_compression_rate=program.min_compression,
+        use_error_feedback=program.error_feedback,
+        warm_start=program.warm_start,
+    )
+    ddp.register_comm_hook(state, hook)
+
+
+PROGRAMS: dict[str, TorchHook | None] = {
+    "Exact": _simple(torch_hooks.allreduce_hook),
+    "FP16": _simple(torch_hooks.fp16_compress_hook),
+    "BF16": _simple(torch_hooks.bf16_compress_hook),
+    "PowerSGD": TorchHook(_powersgd_name, _register_powersgd, bucket_mb=100_000),
 }
 """thinwire's programs by name, each with torch's hook for the same thing."""
 
@@ -33,11 +72,18 @@ class Contestant:
         name: As it stands in tables.
         kind: "ddp", "thinwire", "torch", or "alone" for no communication at all.
         text: The program as the user wrote it; for torch's hooks the program they stand against.
+        rival: The name of torch's hook for the same thing.
     """
 
     name: str
     kind: str
     text: str
+    rival: str | None = None
+
+    def wrap(self, model: torch.nn.Module, bucket_mb: float | None) -> DDP:
+        """The model in DDP; torch's multi-step hooks race with more than one bucket, so they get one."""
+        hook = _torch_hook(self.text) if self.kind == "torch" else None
+        return DDP(model, bucket_cap_mb=hook.bucket_mb if hook and hook.bucket_mb else bucket_mb)
 
     def prepare(self, ddp: DDP, steps: int) -> thinwire.Wire | None:
         """Make `ddp` exchange its gradients this way, for so many steps."""
@@ -46,7 +92,7 @@ class Contestant:
         if self.kind == "torch":
             hook = _torch_hook(self.text)
             assert hook is not None, "the line-up has torch's hook only where there is one"
-            ddp.register_comm_hook(None, hook)
+            hook.register(ddp, parse_program(self.text))
         return None
 
 
@@ -54,10 +100,11 @@ def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]
     """Plain DDP first, then each program followed by torch's counterpart, then the one that does not talk."""
     contestants = [Contestant(PLAIN, "ddp", "")]
     for text in programs:
-        contestants.append(Contestant(_short_name(text), "thinwire", text))
-        hook = _torch_hook(text)
-        if hook is not None and with_torch:
-            contestants.append(Contestant(f"torch {hook.__name__}", "torch", text))
+        hook = _torch_hook(text) if with_torch else None
+        rival = f"torch {hook.name(parse_program(text))}" if hook else None
+        contestants.append(Contestant(_short_name(text), "thinwire", text, rival))
+        if rival and all(rival != contestant.name for contestant in contestants):
+            contestants.append(Contestant(rival, "torch", text))
     names = [contestant.name for contestant in contestants]
     if twice := [name for name in names if names.count(name) > 1]:
         raise OptionError(f"programs has {twice[0]} twice: name each once")
@@ -138,5 +185,5 @@ def _short_name(text: str) -> str:
     return proper + bracket + options
 
 
-def _torch_hook(text: str) -> Callable[..., torch.futures.Future[torch.Tensor]] | None:
-    return PROGRAMS.get(_short_name(text).removesuffix("()"))
+def _torch_hook(text: str) -> TorchHook | None:
+    return PROGRAMS.get(_short_name(text).partition("(")[0])

@@ -41,7 +41,7 @@ class Grid:
         links: Rates, or "loopback" for no lab at all.
         hosts: World sizes.
         steps: Rounds in each cell.
-        bucket_mb: DDP's bucket size.
+        bucket_mb: DDP's bucket size; None: its own default.
         with_torch: Also run torch's own hook of the same name.
     """
 
@@ -50,7 +50,7 @@ class Grid:
     links: tuple[str, ...]
     hosts: tuple[int, ...]
     steps: int
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     with_torch: bool = True
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Grid:
             raise OptionError(
                 f"steps={self.steps} must be at least 8: medians need some rounds after warm-up"
             )
-        if self.bucket_mb <= 0:
+        if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         for count in self.hosts:
             if not 2 <= count <= MOST_HOSTS:

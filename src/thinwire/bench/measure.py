@@ -42,7 +42,7 @@ class Entry:
 
 
 def measure(
-    workload: Workload, contestants: list[Contestant], steps: int, bucket_mb: float, on_round: OnRound
+    workload: Workload, contestants: list[Contestant], steps: int, bucket_mb: float | None, on_round: OnRound
 ) -> list[Track]:
     """Every rank calls it; each gets the tracks of all ranks, joined."""
     entries = [enter(contestant, workload, bucket_mb, steps) for contestant in contestants]
@@ -61,13 +61,13 @@ def measure(
     return [_join(entry.track) for entry in entries]
 
 
-def enter(contestant: Contestant, workload: Workload, bucket_mb: float, steps: int) -> Entry:
+def enter(contestant: Contestant, workload: Workload, bucket_mb: float | None, steps: int) -> Entry:
     """A model, made ready to train this way; where torch refuses its own hook, its reason."""
-    track = Track(contestant.name, contestant.kind, contestant.text)
+    track = Track(contestant.name, contestant.kind, contestant.text, contestant.rival)
     model = workload.model().to(device())
     if contestant.kind == "alone":
         return Entry(model, workload.optimizer(model.parameters()), None, track)
-    ddp = DDP(model, bucket_cap_mb=bucket_mb)
+    ddp = contestant.wrap(model, bucket_mb)
     wire = None
     try:
         wire = contestant.prepare(ddp, steps)

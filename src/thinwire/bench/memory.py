@@ -21,7 +21,7 @@ _STEPS = 3
 
 
 def peak_memory(
-    workload: Workload, contestants: list[Contestant], bucket_mb: float, join: Callable[[int], None]
+    workload: Workload, contestants: list[Contestant], bucket_mb: float | None, join: Callable[[int], None]
 ) -> list[int]:
     """Peak resident bytes by contestant, of the rank that needed most; every rank calls it.
 

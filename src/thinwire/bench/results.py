@@ -17,6 +17,7 @@ class Track:
     """One contestant in one cell; lists have one value per step: times of the slowest rank, else the mean.
 
     Attributes:
+        rival: The name of torch's hook for the same thing.
         unavailable: Why it could not run; nothing else is filled in then.
         device_bytes: Read off the network device, per rank.
         meter_bytes: Counted by thinwire, per rank; empty where it is not thinwire.
@@ -30,6 +31,7 @@ class Track:
     name: str
     kind: str
     text: str
+    rival: str | None = None
     unavailable: str | None = None
     step_seconds: list[float] = field(default_factory=list)
     device_bytes: list[float] = field(default_factory=list)

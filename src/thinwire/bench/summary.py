@@ -68,14 +68,13 @@ def _row(track: Track, cell: Cell, plain: Track, compute: float, deadline: float
     on_wire = statistics.median(_settled(track.meter_bytes or track.device_bytes))
     floor = max(compute, 8 * on_wire / cell.rate) if cell.rate else compute
     encode = _median(track.encode_seconds)
-    rival = next((one for one in cell.tracks if one.kind == "torch" and one.text == track.text), None)
-    rivalled = rival is not None and track.kind == "thinwire" and not rival.unavailable
+    rival = next((one for one in cell.tracks if one.name == track.rival and not one.unavailable), None)
     return Row(
         track.name,
         track.kind,
         step=step,
         speed_up=_quartiles(_ratios(plain, track)),
-        torch_speed_up=statistics.median(_ratios(rival, track)) if rival and rivalled else None,
+        torch_speed_up=statistics.median(_ratios(rival, track)) if rival else None,
         compute=compute,
         floor=floor,
         over_floor=step[1] / floor,

@@ -34,7 +34,7 @@ class Task:
     workload: str
     programs: tuple[str, ...]
     steps: int
-    bucket_mb: float
+    bucket_mb: float | None
     with_torch: bool = True
     memory: bool = False
     probe: bool = False

@@ -34,7 +34,7 @@ from thinwire.lab.namespaces import ways_in
 @click.option("--workload", default="gpt-1m", show_default=True, type=click.Choice(list(WORKLOADS)))
 @click.option("--model", metavar="MODULE:BUILD", help="Your own: build() returns (model, batch).")
 @click.option("--steps", default=60, show_default=True, help="Rounds for each link and world size.")
-@click.option("--bucket-mb", default=25.0, show_default=True, help="DDP's bucket_cap_mb.")
+@click.option("--bucket-mb", type=float, help="DDP's bucket_cap_mb.  [default: DDP's own]")
 @click.option("--no-torch", is_flag=True, help="Leave torch's own hooks out.")
 @click.option("--out", "path", default="bench.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--fresh", is_flag=True, help="Start anew where --out holds a benchmark already.")
@@ -51,7 +51,7 @@ def bench(
     workload: str,
     model: str | None,
     steps: int,
-    bucket_mb: float,
+    bucket_mb: float | None,
     no_torch: bool,
     path: Path,
     fresh: bool,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from thinwire.ddp_comm_hooks._run import run_program
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.powersgd import RESIDUAL, Group, PowerSGD
+from thinwire.programs.powersgd import RESIDUAL, Parts, PowerSGD
 from thinwire.programs.program import Bucket, Memory
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -191,25 +191,21 @@ class TorchPowerSGD(PowerSGD):
 
     state: PowerSGDState = field(repr=False, compare=False)
 
-    def _starts(self, groups: list[Group], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+    def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """One seed for each bucket that needs one; then matrices in order, column after column."""
-        known = [
-            [self.state.q_memory_dict.get(f"{name} {group.key}") for name in group.names] for group in groups
-        ]
+        kept = self.state.q_memory_dict
+        known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
         if self.warm_start and not any(q is None for group in known for q in group):
             return [torch.stack([q for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.rng.randint(1_000_000_000))
-            return [
-                _draw(len(group.names), group.columns, group.rank, bucket.buffer.dtype, together=together).to(
-                    bucket.buffer
-                )
-                for group in groups
-            ]
+            drawn = [_draw(group, bucket.buffer.dtype, together=together) for group in groups]
+        return [qs.to(bucket.buffer) for qs in drawn]
 
 
-def _draw(count: int, columns: int, rank: int, dtype: torch.dtype, *, together: bool) -> torch.Tensor:
+def _draw(group: Parts, dtype: torch.dtype, *, together: bool) -> torch.Tensor:
+    count, columns, rank = len(group), group[0].columns, group[0].rank
     if together:
         drawn = torch.randn(count, columns, rank, dtype=dtype)
     else:

@@ -91,7 +91,7 @@ class Network:
         slow = self.links[0]
         extra = f", {slow.delay:g} ms" * bool(slow.delay) + f", {slow.loss:g} % loss" * bool(slow.loss)
         if not self.groups:
-            return f"{self.hosts} hosts at {rates}{extra}"
+            return f"{self.hosts} host{'s' * (self.hosts > 1)} at {rates}{extra}"
         sizes = "+".join(map(str, self.groups))
         return f"{sizes} hosts, {show_rate(self.inside.rate)} within a group, {rates}{extra} between"
 

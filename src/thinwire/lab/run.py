@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TypeAlias
 
 from thinwire.lab.hosts import Hosts
 
 _GRACE_SECONDS = 3.0
+_MOST_LINES = 1000  # a command that prints faster than anybody reads must wait
+
+Lines: TypeAlias = "queue.Queue[tuple[int, str, str | None]]"
 
 OnLine = Callable[[int, str, str], None]
 """Receives (host, "stdout" or "stderr", line) of every line that a command prints."""
@@ -43,7 +46,7 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
     """
     started = time.monotonic()
     before = hosts.bytes_sent()
-    lines: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
+    lines: Lines = queue.Queue(_MOST_LINES)
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     try:
@@ -52,14 +55,12 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
             processes.append(process)
             readers += _readers(process, host, lines)
         failed_host, code = _follow(processes, lines, on_line)
-    finally:
         _stop(processes)
-        for reader in readers:
-            reader.join(_GRACE_SECONDS)
-        while not lines.empty():
-            host, stream, line = lines.get()
-            if line is not None:
-                on_line(host, stream, line)
+        _drain(readers, lines, on_line)
+    except BaseException:
+        _stop(processes)
+        _drain(readers, lines, lambda host, stream, line: None)
+        raise
     after = hosts.bytes_sent()
     sent = (
         None if before is None or after is None else tuple(b - a for a, b in zip(before, after, strict=True))
@@ -67,9 +68,17 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
     return Finished(code, failed_host, time.monotonic() - started, sent)
 
 
-def _readers(
-    process: subprocess.Popen[str], host: int, lines: "queue.SimpleQueue[tuple[int, str, str | None]]"
-) -> list[threading.Thread]:
+def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> None:
+    """The lines that are still on their way; readers that wait for room get it."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while not lines.empty() or (any(map(threading.Thread.is_alive, readers)) and time.monotonic() < deadline):
+        with suppress(queue.Empty):
+            host, stream, line = lines.get(timeout=0.02)
+            if line is not None:
+                on_line(host, stream, line)
+
+
+def _readers(process: subprocess.Popen[str], host: int, lines: Lines) -> list[threading.Thread]:
     """Two threads that pass lines on, and one that says when the process has ended."""
 
     def read(stream: str, pipe: IO[str]) -> None:
@@ -95,7 +104,7 @@ def _readers(
 
 def _follow(
     processes: list[subprocess.Popen[str]],
-    lines: "queue.SimpleQueue[tuple[int, str, str | None]]",
+    lines: Lines,
     on_line: OnLine,
 ) -> tuple[int | None, int]:
     """Until all have ended or one has failed: that host and its exit code."""

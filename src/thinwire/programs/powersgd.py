@@ -18,6 +18,7 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -86,30 +87,28 @@ class PowerSGD:
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Two all-reduces: P together with all that is not compressed, then Q."""
-        groups, rest = self._split(bucket)
-        remembered = self._residuals(bucket, groups, memory) if self.error_feedback else []
-        for view, residual in remembered:
-            view.add_(residual)
+        parts = self._parts(bucket, memory)
+        groups, with_rest = _by_shape(parts), [part for part in parts if part.rest.numel()]
         starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
-        first = [group.times(start) for group, start in zip(groups, starts, strict=True)]
-        own, mean = yield from self._mean([*first, *rest], bucket)
+        first = [times(group, qs) for group, qs in zip(groups, starts, strict=True)]
+        own, mean = yield from self._mean([*first, *(part.corrected_rest() for part in with_rest)], bucket)
         if mean is None:
             return _overflow(bucket)
         ps = [orthonormal(p) for p in mean[: len(groups)]]
-        own_rest, mean_rest = own[len(groups) :], mean[len(groups) :]
-        second = [group.transposed_times(p) for group, p in zip(groups, ps, strict=True)]
+        second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
         own_qs, mean_qs = yield from self._mean(second, bucket)
         if mean_qs is None:
             return _overflow(bucket)
 
-        for view, residual in remembered:
-            residual.copy_(view)
-        if remembered and self.residual == "sent":
-            _write(groups, ps, own_qs, rest, own_rest)
-            _subtract(remembered)
-        _write(groups, ps, mean_qs, rest, mean_rest)
-        if remembered and self.residual == "mean":
-            _subtract(remembered)
+        for group, p, own_q, q in zip(groups, ps, own_qs, mean_qs, strict=True):
+            for number, part in enumerate(group):
+                part.own.product = p[number], own_q[number]
+                part.mean.product = p[number], q[number]
+        rests = zip(with_rest, own[len(groups) :], mean[len(groups) :], strict=True)
+        for part, own_value, mean_value in rests:
+            part.own.rest, part.mean.rest = own_value, mean_value
+        for part in parts:
+            part.finish(self.residual)
         if self.warm_start:
             self._remember(groups, mean_qs, memory)
         return Outcome(bucket.buffer)
@@ -117,7 +116,7 @@ class PowerSGD:
     def numbers_sent(self, shape: torch.Size) -> int:
         """How many numbers stand for a gradient of this shape on the wire."""
         n, m = self._matrix_shape(shape)
-        return (n + m) * min(n, m, self.rank) + shape.numel() - n * m if n else shape.numel()
+        return (n + m) * min(n, m, self.rank) + shape.numel() - n * m
 
     def _matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
         """As what matrix a gradient is compressed; (0, 0) where that is not worth it."""
@@ -126,30 +125,21 @@ class PowerSGD:
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
-    def _split(self, bucket: Bucket) -> tuple[list["Group"], list[torch.Tensor]]:
-        """Matrices worth compressing, by shape, and everything else, flat: views of the bucket."""
-        views = {bucket.names[0]: bucket.buffer} if self.flatten else bucket.views()
-        groups: defaultdict[tuple[int, int], Group] = defaultdict(Group)
-        rest = []
-        for name, view in views.items():
-            n, m = self._matrix_shape(view.shape)
-            flat = view.view(-1)
-            if n:
-                groups[n, m].add(name, flat[: n * m].view(n, m), min(n, m, self.rank))
-            if n * m < len(flat):
-                rest.append(flat[n * m :])
-        return list(groups.values()), rest
-
-    def _residuals(
-        self, bucket: Bucket, groups: list["Group"], memory: Memory
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the bucket whose rounding or projection is made up for, each with its memory."""
-        compressed = {name for group in groups for name in group.names}
-        return [
-            (view, memory.slot(name, RESIDUAL, partial(torch.zeros_like, view)))
-            for name, view in bucket.views().items()
-            if name in compressed or (self.flatten and compressed) or self.factor_dtype
-        ]
+    def _parts(self, bucket: Bucket, memory: Memory) -> list["Part"]:
+        """Each gradient of the bucket, or all of it as one."""
+        views = bucket.views()
+        wholes = {bucket.names[0]: bucket.buffer} if self.flatten else views
+        parts = []
+        for name, whole in wholes.items():
+            shape = self._matrix_shape(whole.shape)
+            inexact = shape != (0, 0) or self.factor_dtype is not None
+            pieces = (views if self.flatten else {name: whole}) if self.error_feedback and inexact else {}
+            residuals = [
+                (view, memory.slot(own, RESIDUAL, partial(torch.zeros_like, view)))
+                for own, view in pieces.items()
+            ]
+            parts.append(Part(name, whole.view(-1), shape, min(*shape, self.rank), residuals))
+        return parts
 
     def _mean(
         self, tensors: list[torch.Tensor], bucket: Bucket
@@ -168,68 +158,130 @@ class PowerSGD:
         mean = (yield AllReduce(encoded)).to(flat.dtype)
         return unpack(flat, shapes), unpack(mean, shapes) if mean.isfinite().all() else None
 
-    def _starts(self, groups: list["Group"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+    def _starts(self, groups: list["Parts"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """The Q of every matrix to begin with, stacked by group."""
         step = 0 if self.warm_start else bucket.step
 
-        def fresh(name: str, group: Group) -> torch.Tensor:
-            seed = zlib.crc32(f"{self.seed} {name} {step}".encode())
-            numbers = torch.randn(group.rank, group.columns, generator=torch.Generator().manual_seed(seed))
+        def fresh(part: Part) -> torch.Tensor:
+            seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
+            numbers = torch.randn(part.rank, part.columns, generator=torch.Generator().manual_seed(seed))
             return numbers.to(bucket.buffer)
 
         if not self.warm_start:
-            return [torch.stack([fresh(name, group) for name in group.names]) for group in groups]
+            return [torch.stack([fresh(part) for part in group]) for group in groups]
         return [
-            torch.stack([memory.slot(name, group.key, partial(fresh, name, group)) for name in group.names])
+            torch.stack([memory.slot(part.name, part.key, partial(fresh, part)) for part in group])
             for group in groups
         ]
 
-    def _remember(self, groups: list["Group"], qs: list[torch.Tensor], memory: Memory) -> None:
+    def _remember(self, groups: list["Parts"], qs: list[torch.Tensor], memory: Memory) -> None:
         for group, stacked in zip(groups, qs, strict=True):
-            for name, q in zip(group.names, stacked, strict=True):
-                memory.slot(name, group.key, q.clone).copy_(q)
+            for part, q in zip(group, stacked, strict=True):
+                memory.slot(part.name, part.key, q.clone).copy_(q)
 
 
-class Group:
-    """Matrices of one shape.
+class Part:
+    """One gradient: a matrix to compress, a rest that travels as it is, or both.
 
-    Factors are kept with their columns as rows, (matrix, rank, length): two to five times as fast to multiply
-    on a CPU, and what QR wants.
+    Each is corrected just before it is first read, and finished in one go, while it is in the processor's
+    cache: PowerSGD on a CPU waits for memory more than it computes.
     """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.matrices: list[torch.Tensor] = []
-        self.rank = 0
-
-    def add(self, name: str, matrix: torch.Tensor, rank: int) -> None:
-        """One more of the same shape."""
-        self.names.append(name)
-        self.matrices.append(matrix)
+    def __init__(
+        self,
+        name: str,
+        flat: torch.Tensor,
+        shape: tuple[int, int],
+        rank: int,
+        residuals: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.name = name
+        self.shape = shape
         self.rank = rank
+        size = shape[0] * shape[1]
+        self.matrix, self.rest = flat[:size].view(shape), flat[size:]
+        self.own, self.mean = Result(), Result()
+        self._residuals = residuals
 
     @property
     def columns(self) -> int:
-        """Of each matrix."""
-        return self.matrices[0].shape[1]
+        """Of the matrix."""
+        return self.shape[1]
 
     @property
     def key(self) -> str:
         """The slot of Q; one of another size would not fit."""
         return f"q {self.rank}x{self.columns}"
 
-    def times(self, qs: torch.Tensor) -> torch.Tensor:
-        """M Q of each matrix."""
-        return torch.stack([q @ matrix.mT for q, matrix in zip(qs, self.matrices, strict=True)])
+    def correct(self) -> None:
+        """Add what earlier steps did not send."""
+        for view, residual in self._residuals:
+            view.add_(residual)
 
-    def transposed_times(self, ps: torch.Tensor) -> torch.Tensor:
-        """M^T P of each matrix."""
-        return torch.stack([p @ matrix for p, matrix in zip(ps, self.matrices, strict=True)])
+    def corrected_rest(self) -> torch.Tensor:
+        """The rest, ready to be sent; with a matrix it has been corrected already."""
+        if not self.matrix.numel():
+            self.correct()
+        return self.rest
 
-    def become(self, ps: torch.Tensor, qs: torch.Tensor) -> None:
-        """Set each matrix to P Q^T."""
-        for p, q, matrix in zip(ps, qs, self.matrices, strict=True):
-            torch.mm(p.mT, q, out=matrix)
+    def finish(self, against: str) -> None:
+        """Write the mean, and keep what was given less what `against` names, "own" or "mean"."""
+        for view, residual in self._residuals:
+            residual.copy_(view)
+        if against == "sent" and self._residuals:
+            self._write(self.own)
+            self._forget()
+        self._write(self.mean)
+        if against == "mean":
+            self._forget()
+
+    def _write(self, result: "Result") -> None:
+        if result.product is not None:
+            p, q = result.product
+            torch.mm(p.mT, q, out=self.matrix)
+        if result.rest is not None:
+            self.rest.copy_(result.rest)
+
+    def _forget(self) -> None:
+        for view, residual in self._residuals:
+            residual.sub_(view)
+
+
+Parts: TypeAlias = list[Part]
+"""Parts whose matrices have one shape.
+
+Their factors are stacked with columns as rows, (part, rank, length): two to five times as fast to multiply on
+a CPU, and what QR wants.
+"""
+
+
+class Result:
+    """What comes of a part: P and Q, and the rest."""
+
+    product: tuple[torch.Tensor, torch.Tensor] | None = None
+    rest: torch.Tensor | None = None
+
+
+def _by_shape(parts: list[Part]) -> list[Parts]:
+    groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
+    for part in parts:
+        if part.matrix.numel():
+            groups[part.shape].append(part)
+    return list(groups.values())
+
+
+def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+    """M Q of each matrix M, corrected first."""
+    products = []
+    for part, q in zip(group, qs, strict=True):
+        part.correct()
+        products.append(q @ part.matrix.mT)
+    return torch.stack(products)
+
+
+def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
+    """M^T P of each matrix M."""
+    return torch.stack([p @ part.matrix for part, p in zip(group, ps, strict=True)])
 
 
 def orthonormal(rows: torch.Tensor) -> torch.Tensor:
@@ -241,24 +293,6 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
     exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
     basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)
     return basis
-
-
-def _write(
-    groups: list[Group],
-    ps: list[torch.Tensor],
-    qs: list[torch.Tensor],
-    rest: list[torch.Tensor],
-    values: list[torch.Tensor],
-) -> None:
-    for group, p, q in zip(groups, ps, qs, strict=True):
-        group.become(p, q)
-    for view, value in zip(rest, values, strict=True):
-        view.copy_(value)
-
-
-def _subtract(remembered: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for view, residual in remembered:
-        residual.sub_(view)
 
 
 def _overflow(bucket: Bucket) -> Outcome:

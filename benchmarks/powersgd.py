@@ -1,0 +1,167 @@
+"""PowerSGD against plain DDP, against torch's hook and against the floor, on a GPT of 6.5 M parameters.
+
+    .venv/bin/python benchmarks/powersgd.py buckets    # who survives more than one bucket
+    .venv/bin/python benchmarks/powersgd.py cpu        # time in the hook itself, one rank
+    .venv/bin/python benchmarks/powersgd.py links      # 10mbit, 100mbit, unlimited; 2 and 4 hosts
+    .venv/bin/python benchmarks/powersgd.py loss       # ranks 1, 2, 4, 8 and both residuals, equal steps
+
+torch's hook gets one bucket, because it does not survive more. Results of `links` and `loss` are kept in
+--out and resumed from there.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from benchmarks.ranks import run
+from thinwire.bench.contestants import Contestant
+from thinwire.bench.grid import Grid, run_grid
+from thinwire.bench.measure import Entry, enter
+from thinwire.bench.results import Results, Track
+from thinwire.bench.summary import rows
+from thinwire.bench.workloads import WORKLOADS
+from thinwire.cli.progress import progress
+from thinwire.cli.table import table
+
+OURS, HALF = "PowerSGD(rank=4)", "PowerSGD(rank=4,factor_dtype='bf16')"
+CONTESTANTS = {
+    "DDP": Contestant("DDP", "ddp", ""),
+    "torch": Contestant("torch powerSGD_hook", "torch", OURS),
+    "thinwire": Contestant(OURS, "thinwire", OURS),
+    "thinwire bf16": Contestant(HALF, "thinwire", HALF),
+}
+WORK = WORKLOADS["gpt-6m"]
+SURVIVAL_STEPS, SURVIVAL_SECONDS = 20, 60
+
+
+def survive(rank: int, world_size: int, name: str) -> int:
+    """Some steps in buckets of 1 MB."""
+    ddp = DDP(WORK.model(), bucket_cap_mb=1)
+    CONTESTANTS[name].prepare(ddp, SURVIVAL_STEPS)
+    for step in range(SURVIVAL_STEPS):
+        ddp(WORK.batch(rank, step)).backward()
+    return SURVIVAL_STEPS
+
+
+def last_line(text: str) -> str:
+    """The end of a traceback, or of what was said instead."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "without a word")
+
+
+def buckets() -> None:
+    """Each in a process group of its own, which may hang or abort."""
+    for name in ("thinwire", "torch"):
+        command = [sys.executable, __file__, "survive", "--name", name]
+        process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        try:
+            _, said = process.communicate(timeout=SURVIVAL_SECONDS)
+            outcome = f"{SURVIVAL_STEPS} steps" if process.returncode == 0 else f"fails: {last_line(said)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            outcome = f"hangs (given up after {SURVIVAL_SECONDS} s)"
+        print(f"{name:<10}2 ranks, buckets of 1 MB: {outcome}")
+
+
+def hook_seconds(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
+    """Forward and backward on one rank: nothing to wait for, so what exceeds plain DDP is the hook's work."""
+    entries: dict[str, Entry] = {}
+    for name, contestant in CONTESTANTS.items():
+        entries[name] = enter(contestant, WORK, 100_000, rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in entries}
+    shuffled = random.Random(0)
+    for step in range(rounds):
+        for name in shuffled.sample(list(entries), len(entries)):
+            batch = WORK.batch(rank, step)
+            entries[name].model.zero_grad()
+            dist.barrier()
+            started = time.perf_counter()
+            entries[name].model(batch).backward()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: own[5:] for name, own in seconds.items()}
+
+
+def cpu(rounds: int) -> None:
+    """Encode and decode, by difference to plain DDP within each round."""
+    seconds = run(hook_seconds, 1, rounds)
+    extra = {
+        name: statistics.median(own - plain for own, plain in zip(seconds[name], seconds["DDP"], strict=True))
+        for name in ("torch", "thinwire", "thinwire bf16")
+    }
+    print(f"one rank, one bucket, {rounds} rounds: time beyond plain DDP's forward and backward")
+    for name, own in extra.items():
+        print(f"{name:<16}{1e3 * own:>8.1f} ms{own / extra['torch']:>8.2f} x torch's")
+
+
+def measured(programs: list[str], links: list[str], hosts: list[int], steps: int, out: Path) -> Results:
+    """A grid of `thinwire bench`."""
+    grid = Grid(
+        workload="gpt-6m", programs=tuple(programs), links=tuple(links), hosts=tuple(hosts), steps=steps
+    )
+    with progress(steps * len(grid.cells)) as tracker:
+        return run_grid(grid, out, " ".join(sys.argv), fresh=False, on_progress=tracker, on_line=print)
+
+
+def show(results: Results) -> None:
+    """The table, and each row against torch's."""
+    console = Console(width=220)
+    for cell in results.cells:
+        console.print(table(cell) if cell.error is None else cell.error)
+        found = {row.name: row for row in rows(cell) if row.step}
+        rival = next((row for row in found.values() if row.kind == "torch"), None)
+        for row in found.values():
+            if row.kind == "thinwire" and rival and rival.step and row.step and row.meter_bytes:
+                against = row.meter_bytes / (rival.device_bytes or 1)
+                print(
+                    f"  {row.name}: {against:.2f} x torch's bytes, {1 / (row.torch_speed_up or 1):.2f} x step"
+                )
+
+
+def final_losses(results: Results) -> None:
+    """Held-out loss against plain DDP's."""
+    for cell in results.cells:
+        tracks: list[Track] = [track for track in cell.tracks if track.kind != "alone" and track.losses]
+        for track in tracks:
+            ratio = track.losses[-1][1] / tracks[0].losses[-1][1] - 1
+            print(f"{track.name:<60}{track.losses[-1][1]:>9.4f}{100 * ratio:>+8.2f} %")
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=["buckets", "cpu", "links", "loss", "survive"])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--links", default="10mbit,100mbit,unlimited")
+    parser.add_argument("--hosts", default="2,4")
+    parser.add_argument("--name", choices=list(CONTESTANTS), help="for survive")
+    parser.add_argument("--out", type=Path, default=Path("powersgd.json"))
+    options = parser.parse_args()
+    if options.part == "survive":
+        run(survive, 2, options.name)
+    elif options.part == "buckets":
+        buckets()
+    elif options.part == "cpu":
+        cpu(options.steps or 60)
+    elif options.part == "links":
+        hosts = [int(count) for count in options.hosts.split(",")]
+        show(measured([OURS, HALF], options.links.split(","), hosts, options.steps or 12, options.out))
+    else:
+        programs = [f"PowerSGD(rank={rank})" for rank in (1, 2, 4, 8)]
+        programs += [HALF, "PowerSGD(rank=4,factor_dtype='bf16',residual='sent')"]
+        final_losses(measured(programs, ["loopback"], [2], options.steps or 256, options.out))
+
+
+if __name__ == "__main__":
+    main()
