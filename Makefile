@@ -8,7 +8,8 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test lint bench system clean
 
 demo: $(READY)
-	$(BIN)/thinwire bench --or-loopback --fresh --steps 40 --out demo.json
+	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
+	    --programs "Exact,BF16,PowerSGD(rank=4,factor_dtype='bf16')"
 	$(BIN)/thinwire report demo.json
 
 test: lint system

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thinwire.bench.contestants import line_up
+from thinwire.bench.measure import OnRound
 from thinwire.bench.results import Cell, Results, Track
 from thinwire.bench.summary import summarize
 from thinwire.bench.worker import MARK, Task
@@ -105,7 +106,7 @@ def run_grid(
             if hosts not in memories:
                 on_progress(f"{hosts} hosts, peak memory", 0)
                 memories[hosts] = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
-            cell = _measure(grid, hosts, link, partial(on_progress, label), on_line)
+            cell = _measure(grid, hosts, link, partial(_told, on_progress, label), on_line)
             for track, memory in zip(cell.tracks, memories[hosts], strict=True):
                 track.peak_memory = None if track.unavailable else memory
         except LabError as error:
@@ -115,9 +116,14 @@ def run_grid(
     return results
 
 
-def _measure(
-    grid: Grid, hosts: int, link: str, on_round: Callable[[int], None], on_line: Callable[[str], None]
-) -> Cell:
+def _told(on_progress: OnProgress, label: str, kind: str, done: int) -> None:
+    if kind == "round":
+        on_progress(label, done)
+    else:
+        on_progress(f"{label}, on to DDP's loss", 0)
+
+
+def _measure(grid: Grid, hosts: int, link: str, on_round: OnRound, on_line: Callable[[str], None]) -> Cell:
     with _network(hosts, link) as (where, words):
         heard = _run(where, grid.task(probe=link == LOOPBACK), on_line, on_round)
     rate = heard["rate"] if link == LOOPBACK else parse_rate(link)
@@ -139,7 +145,7 @@ def _run(
     hosts: Hosts,
     task: Task,
     on_line: Callable[[str], None],
-    on_round: Callable[[int], None] = lambda done: None,
+    on_round: OnRound = lambda kind, done: None,
 ) -> dict[str, Any]:
     """What rank 0 reported, by kind."""
     heard: dict[str, Any] = {}
@@ -151,8 +157,8 @@ def _run(
             on_line(f"host {host} │ {line}")
             return
         kind, value = json.loads(line.removeprefix(MARK))
-        if kind == "round":
-            on_round(value)
+        if kind in ("round", "overtime"):
+            on_round(kind, value)
         else:
             heard[kind] = value
 

@@ -1,11 +1,11 @@
 """The benchmark on a real network: every rank of a torchrun job calls it, and rank 0 has the results."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from thinwire.bench.grid import Grid, machine
+from thinwire.bench.measure import OnRound
 from thinwire.bench.results import Cell, Results, Track
 from thinwire.bench.summary import summarize
 from thinwire.bench.worker import work
@@ -19,13 +19,13 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
 
 
-def run_here(grid: Grid, path: Path, command: str, on_round: Callable[[int], None]) -> Results | None:
+def run_here(grid: Grid, path: Path, command: str, on_round: OnRound) -> Results | None:
     """Measure between the ranks of this job; the results on rank 0, None on the others."""
     heard: dict[str, Any] = {}
 
     def listen(kind: str, value: Any) -> None:
-        if kind == "round":
-            on_round(value)
+        if kind in ("round", "overtime"):
+            on_round(kind, value)
         else:
             heard[kind] = value
 

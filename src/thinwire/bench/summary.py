@@ -23,7 +23,7 @@ class Row:
         floor: max(compute, bytes / bandwidth): what a perfect overlap would take.
         over_floor: Step time over that floor.
         waiting: What a step takes beyond computing alone and encoding.
-        loss: Held out, after all steps.
+        loss: Held out, after equal steps.
         loss_at_time: When the fastest contestant was done.
         seconds_to_loss: Until plain DDP's final loss was reached, within half a per cent; None: never.
     """
@@ -57,14 +57,16 @@ def rows(cell: Cell) -> list[Row]:
         return []
     compute = statistics.median(_settled(alone.step_seconds))
     racing = [track for track in cell.tracks if track.kind != "alone"]
-    deadline = min(sum(track.step_seconds) for track in racing if not track.unavailable)
+    rounds = len(plain.step_seconds)
+    deadline = min(sum(track.step_seconds[:rounds]) for track in racing if not track.unavailable)
     return [_row(track, cell, plain, compute, deadline) for track in racing]
 
 
 def _row(track: Track, cell: Cell, plain: Track, compute: float, deadline: float) -> Row:
     if track.unavailable:
         return Row(track.name, track.kind, unavailable=track.unavailable)
-    step = _quartiles(_settled(track.step_seconds))
+    rounds = len(plain.step_seconds)
+    step = _quartiles(_settled(track.step_seconds[:rounds]))
     on_wire = statistics.median(_settled(track.meter_bytes or track.device_bytes))
     floor = max(compute, 8 * on_wire / cell.rate) if cell.rate else compute
     encode = _median(track.encode_seconds)
@@ -84,7 +86,7 @@ def _row(track: Track, cell: Cell, plain: Track, compute: float, deadline: float
         wire=_median(track.wire_seconds),
         exposed=_median(track.exposed_seconds),
         waiting=max(0.0, step[1] - compute - (encode or 0.0)),
-        loss=track.losses[-1][1],
+        loss=dict(track.losses)[len(plain.step_seconds)],
         loss_at_time=loss_at(track, deadline),
         seconds_to_loss=seconds_to(track, plain.losses[-1][1] * (1 + CLOSE_ENOUGH)),
         peak_memory=track.peak_memory,
@@ -170,6 +172,6 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def _ratios(other: Track, own: Track) -> list[float]:
-    """The other's time over its own, round by round."""
-    pairs = zip(_settled(other.step_seconds), _settled(own.step_seconds), strict=True)
+    """The other's time over its own, round by round; overtime has no rounds."""
+    pairs = zip(_settled(other.step_seconds), _settled(own.step_seconds), strict=False)
     return [theirs / ours for theirs, ours in pairs]

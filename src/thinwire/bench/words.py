@@ -23,9 +23,9 @@ LEGEND = (
     " rounds' ratios (quartiles). vs torch: speed-up against torch's own hook of that name. vs floor:"
     " step over max(compute, bytes / bandwidth). meter, device: bytes per rank and step, counted by"
     " thinwire and read off the network device. encode, wire, exposed: time within the program, with a"
-    " collective under way, and of backward waiting. loss: held out, after all steps; at time: when the"
-    " fastest was done. to DDP's loss: time to come within 0.5 % of plain DDP's final loss. memory: peak"
-    " of a rank that trains just this."
+    " collective under way, and of backward waiting. loss: held out, after equal steps; at time: when"
+    " the first was done with them. to DDP's loss: own time to come within 0.5 % of plain DDP's final"
+    " loss, going on for as long as plain DDP took. memory: peak of a rank that trains just this."
 )
 
 

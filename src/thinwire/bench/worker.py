@@ -42,7 +42,7 @@ class Task:
 
 
 def work(task: Task, report: Report) -> None:
-    """Report `memory`, or `rate`, `round`s, `parameters` and `tracks`."""
+    """Report `memory`, or `rate`, `round`s, `overtime`, `parameters` and `tracks`."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     workload = find_workload(task.workload)
     contestants = line_up(list(task.programs), with_torch=task.with_torch)
@@ -74,15 +74,15 @@ def _join(task: Task, number: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
-def _pacer(report: Report, steps: int) -> Callable[[int], None]:
+def _pacer(report: Report, steps: int) -> Callable[[str, int], None]:
     """Not more reports than a progress bar can use."""
     latest = 0.0
 
-    def on_round(done: int) -> None:
+    def on_round(kind: str, done: int) -> None:
         nonlocal latest
         if done == steps or time.monotonic() - latest > _SECONDS_BETWEEN_REPORTS:
             latest = time.monotonic()
-            report("round", done)
+            report(kind, done)
 
     return on_round
 

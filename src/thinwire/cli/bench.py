@@ -81,7 +81,7 @@ def bench(
     )
     if under_torchrun():
         with progress(steps) as tracker:
-            results = run_here(grid, path, _command(), lambda done: tracker(LINK, done))
+            results = run_here(grid, path, _command(), lambda kind, done: tracker(LINK, done))
         if results is None:
             return
     else:
