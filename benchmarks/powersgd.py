@@ -31,7 +31,7 @@ from thinwire.bench.results import Results, Track
 from thinwire.bench.summary import rows
 from thinwire.bench.workloads import WORKLOADS
 from thinwire.cli.progress import progress
-from thinwire.cli.table import table
+from thinwire.cli.table import tables, title
 
 OURS, HALF = "PowerSGD(rank=4)", "PowerSGD(rank=4,factor_dtype='bf16')"
 CONTESTANTS = {
@@ -116,7 +116,7 @@ def show(results: Results) -> None:
     """The table, and each row against torch's."""
     console = Console(width=220)
     for cell in results.cells:
-        console.print(table(cell) if cell.error is None else cell.error)
+        console.print(title(cell), *(tables(cell) if cell.error is None else [cell.error]))
         found = {row.name: row for row in rows(cell) if row.step}
         rival = next((row for row in found.values() if row.kind == "torch"), None)
         for row in found.values():

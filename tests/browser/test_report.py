@@ -22,11 +22,13 @@ FLAGS = (
 )
 
 
-def track(name: str, kind: str, seconds: float, text: str = "") -> Track:
+def track(name: str, kind: str, seconds: float, text: str = "", diverges: bool = False) -> Track:
     own = Track(name, kind, text or name, peak_memory=350_000_000)
     own.step_seconds = [seconds * (1 + 0.1 * (step % 3)) for step in range(STEPS)]
     own.device_bytes = [1e6 * seconds] * STEPS
     own.losses = [(step, 5.0 - 0.1 * step) for step in range(0, STEPS + 1, 4)]
+    if diverges:
+        own.losses[-1] = (STEPS, float("nan"))
     if kind == "thinwire":
         own.meter_bytes = own.device_bytes
         own.encode_seconds = own.wire_seconds = own.exposed_seconds = [0.01] * STEPS
@@ -41,6 +43,7 @@ def results() -> Results:
             track("BF16", "thinwire", 0.5 / 10**number + 0.1),
             track("torch <b>hook</b>", "torch", 0.6 / 10**number + 0.1, text="BF16"),
             Track("torch bf16_compress_hook", "torch", "x", unavailable="it needs </script> & NCCL"),
+            track("Diverged", "thinwire", 0.7, diverges=True),
             track("no communication", "alone", 0.1),
         ]
         cells.append(Cell("gpt-1m", 2, link, f"2 hosts at {link}", 10**7 * 10**number, 10**6, tracks))
@@ -100,11 +103,16 @@ def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Pa
     page, _ = opened(browser, page_path)
     drawn = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.data)")
     overview, by_time, by_bytes, steps = drawn[:4]
-    assert [trace["name"] for trace in overview] == ["BF16", "torch <b>hook</b>"]
-    assert [len(trace["x"]) for trace in overview] == [3, 3]
+    assert [trace["name"] for trace in overview] == ["BF16", "torch <b>hook</b>", "Diverged"]
+    assert [len(trace["x"]) for trace in overview] == [3, 3, 3]
     assert by_time[0]["y"][0] == 5.0
     assert by_bytes[0]["x"][-1] == pytest.approx(STEPS * 1.1)
-    assert [trace["name"] for trace in steps] == ["computing", "encoding", "waiting for the network", "floor"]
+    assert [trace["name"] for trace in steps] == [
+        "computing",
+        "encoding and other overhead",
+        "waiting for the network",
+        "floor",
+    ]
     page.close()
 
 

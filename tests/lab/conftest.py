@@ -3,12 +3,12 @@
 import pytest
 
 from thinwire import UnavailableError
-from thinwire.lab.namespaces import ways_in
+from thinwire.lab.namespaces import way_in
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _lab_is_possible() -> None:
     try:
-        ways_in()
+        way_in()
     except UnavailableError as error:
         pytest.skip(str(error))

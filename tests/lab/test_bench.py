@@ -29,6 +29,34 @@ def rows_of(text: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in cell["rows"]}
 
 
+def test_a_model_beside_the_user_is_found_and_may_print_anything(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(
+        "import sys, torch\n"
+        "print('hello from the import')\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        sys.stdout.write('.')\n"
+        "        return super().forward(x).square().mean() - 1\n"
+        "def build():\n"
+        "    return Model(64, 64), lambda rank, step: torch.randn(4, 64)\n"
+    )
+    words = [
+        "bench",
+        "--model",
+        "beside:build",
+        "--steps",
+        "8",
+        "--programs",
+        "exact",
+        "--no-torch",
+        "--json",
+    ]
+    command = [sys.executable, "-m", "thinwire", *words]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert process.returncode == 0, process.stderr
+    assert list(rows_of(process.stdout)) == ["DDP", "Exact"]
+
+
 def test_it_prints_a_summary_of_all_contestants(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -82,7 +110,7 @@ def test_a_model_that_fails_on_one_host_is_one_line_and_the_file_keeps_the_reaso
     process = thinwire("bench", *words, "--links", "1gbit", "--out", str(path))
     assert process.returncode == 1
     assert "the data of rank 1 ended" in process.stderr
-    assert "the data of rank 1 ended" in process.stdout.replace("\n", " ")
+    assert "host 1: ValueError: the data of rank 1 ended" in process.stdout.replace("\n", " ")
     assert "the data of rank 1 ended" in json.loads(path.read_text())["cells"][0]["error"]
 
 
@@ -94,4 +122,8 @@ def test_under_torchrun_it_measures_the_network_that_is_there(tmp_path: Path) ->
     (cell,) = json.loads(process.stdout)
     assert cell["hosts"] == 2
     assert "(measured)" in cell["network"]
-    assert rows_of(process.stdout)["Exact"]["meter_bytes"] > 0
+    exact = rows_of(process.stdout)["Exact"]
+    assert exact["meter_bytes"] <= exact["device_bytes"] < 1.05 * exact["meter_bytes"]
+    again = thinwire(*words, launcher=torchrun)
+    assert again.returncode != 0
+    assert "exists: choose another --out" in again.stderr

@@ -39,8 +39,11 @@ def commands() -> dict[int, list[str]]:
 
 def leftovers() -> list[list[str]]:
     """What only a lab has, and the sleeps of these tests."""
+    sleeps = ("infinity", "60", "61", "62")
     return [
-        words for words in commands().values() if MARK in words or "nsenter" in words or words[0] == "sleep"
+        words
+        for words in commands().values()
+        if MARK in words or (words[0] == "sleep" and words[1] in sleeps)
     ]
 
 
@@ -96,6 +99,42 @@ def test_hosts_know_each_other_by_name_and_torchrun_finds_its_node() -> None:
     assert own == ["1/2 1/2 10.77.0.1 eth0", "10.77.0.2       host1"]
 
 
+def test_commands_run_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.sh").write_text("pwd")
+    monkeypatch.chdir(tmp_path)
+    with Lab(plan(hosts=1)) as lab:
+        finished, lines = gathered(lab, "sh", "train.sh")
+    assert finished.exit_code == 0
+    assert lines == [(0, "stdout", str(tmp_path))]
+
+
+@pytest.mark.parametrize(
+    "command", ["yes & exit 5", 'if [ $RANK = 0 ]; then exit 5; fi; trap "" TERM; while :; do echo x; done']
+)
+def test_what_goes_on_printing_does_not_keep_the_lab_open(command: str) -> None:
+    with Lab(plan(hosts=2)) as lab:
+        finished, _ = gathered(lab, "sh", "-c", command)
+    assert finished.exit_code == 5
+
+
+def test_torchrun_is_one_node_per_host(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "print('ranks', int(total))\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(script)]
+    with Lab(plan(groups="2x1", rate="100mbit")) as lab:
+        finished, lines = gathered(lab, *command)
+    assert finished.exit_code == 0, lines
+    said = sorted((host, line) for host, stream, line in lines if stream == "stdout")
+    assert said == [(0, "ranks 2"), (1, "ranks 2")]
+
+
 def test_the_first_failure_stops_the_others_and_its_exit_code_is_the_runs() -> None:
     command = 'if [ $RANK = 1 ]; then echo "out of data" >&2; exit 7; fi; sleep 60'
     with Lab(plan(hosts=3)) as lab:
@@ -146,7 +185,7 @@ def test_two_labs_at_once_do_not_meet() -> None:
 
 
 def test_without_root_a_user_namespace_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "ways_in", lambda: [["--user", "--map-root-user"]])
+    monkeypatch.setattr(namespaces, "way_in", lambda: ["--user", "--map-root-user"])
     with Lab(plan(hosts=2, rate="100mbit")) as lab:
         assert measured_rate(lab, 0.5) < 1.1 * 100e6
         assert min(lab.bytes_sent()) > 0
@@ -218,6 +257,28 @@ def test_clean_ends_a_lab_whose_owner_is_gone_and_no_other(tmp_path: Path) -> No
         assert other.start(0, ["true"]).wait() == 0
     assert_nothing_is_left()
     assert clean() == 0
+
+
+def test_clean_leaves_labs_alone_whose_owner_it_cannot_see(tmp_path: Path) -> None:
+    """In a container, or within another lab."""
+    command = [
+        sys.executable,
+        "-m",
+        "thinwire",
+        "lab",
+        "--",
+        "sh",
+        "-c",
+        "touch $0/$RANK; sleep 3",
+        str(tmp_path),
+    ]
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--user", "--map-root-user"]
+    contained = subprocess.Popen([*inside, *command], stderr=subprocess.DEVNULL)
+    ends = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert clean() == 0
+    assert contained.wait(30) == 0
 
 
 def test_delay_works_or_says_that_the_kernel_has_no_netem() -> None:

@@ -63,7 +63,7 @@ def no_way(*args: object) -> Any:
 
 def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (namespaces, checks, bench_command):
-        monkeypatch.setattr(module, "ways_in", no_way)
+        monkeypatch.setattr(module, "way_in", no_way)
     for words in ("lab -- true", "bench --steps 8"):
         result = run(*words.split())
         assert result.exit_code == 3
@@ -76,7 +76,7 @@ def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.Monk
 def test_the_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda tool, path: None if tool == "tc" else f"/bin/{tool}")
     with pytest.raises(UnavailableError, match="'tc', which is not installed: apt-get install iproute2"):
-        namespaces.ways_in()
+        namespaces.way_in()
 
 
 def test_doctor_as_json() -> None:

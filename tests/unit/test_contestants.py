@@ -20,6 +20,27 @@ class Mine:
         return thinwire.Outcome(mean)
 
 
+class Broken(Mine):
+    """A program that cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no luck")
+
+
+@dataclass(frozen=True)
+class PowerSGD(Mine):
+    """A user's program with the name of one of thinwire's."""
+
+
+def test_a_users_program_is_never_taken_for_one_of_thinwires() -> None:
+    text = "tests.unit.test_contestants:PowerSGD(k=2)"
+    assert [(one.name, one.kind) for one in line_up([text])] == [
+        ("DDP", "ddp"),
+        (text, "thinwire"),
+        ("no communication", "alone"),
+    ]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_of_the_list_is_public(name: str) -> None:
     assert repr(parse_program(name)) == repr(parse_program(name.lower())) == repr(getattr(thinwire, name)())
@@ -35,11 +56,12 @@ def test_a_users_own_program_with_options() -> None:
     [
         ("int99", "'int99' is unknown: choose from Exact"),
         ("Exact(foo=1)", "unexpected keyword"),
-        ("Exact(", "does not work"),
+        ("Exact(", "does not parse"),
         ("1 + 1", "does not work"),
-        ("", "does not work"),
-        ("nosuch.module:Name", "cannot be found"),
-        ("tests.unit.test_contestants:Nobody", "cannot be found"),
+        ("", "does not parse"),
+        ("nosuch.module:Name", "No module named"),
+        ("tests.unit.test_contestants:Nobody", "has no 'Nobody'"),
+        ("tests.unit.test_contestants:Broken", "does not work .RuntimeError: no luck"),
         ("Exact(__import__('os'))", "'__import__' is unknown"),
         ("ThinwireError", "is not a program"),
     ],

@@ -37,7 +37,9 @@ def test_a_rate_that_makes_no_sense_is_an_error_with_its_value(text: str) -> Non
         ({"groups": "2x2", "hosts": 3}, "hosts=3 does not fit groups='2x2', which makes 4"),
         ({"hosts": 3, "rate": "1mbit,2mbit"}, "2 rates for 3 hosts"),
         ({"groups": "3x1", "rate": "1mbit,2mbit"}, "2 rates for 3 groups"),
-        ({"delay": -1}, "delay=-1 must not be negative"),
+        ({"delay": -1}, "delay=-1 must be from 0"),
+        ({"delay": float("nan")}, "delay=nan must be from 0"),
+        ({"groups": "99999999999x1"}, "hosts: at most 64"),
         ({"loss": 100}, "loss=100 must be"),
     ],
 )

@@ -53,9 +53,14 @@ def test_the_floor_is_the_slower_of_computing_and_sending() -> None:
     assert unlimited.floor == pytest.approx(0.2)
 
 
-def test_waiting_is_what_neither_computing_nor_encoding_explains() -> None:
-    _, half = rows(cell(PLAIN, HALF))
-    assert half.waiting == pytest.approx(0.7 - 0.2 - 0.1)
+def test_the_parts_of_a_step_make_up_the_step() -> None:
+    plain, half = rows(cell(PLAIN, HALF))
+    assert half.waiting == pytest.approx(0.1), "what backward measured"
+    assert half.overhead == pytest.approx(0.7 - 0.2 - 0.1)
+    assert plain.waiting == pytest.approx(1.2 - 0.2), "nobody measured it, so all beyond computing"
+    for row in (plain, half):
+        assert row.step is not None
+        assert (row.compute or 0) + (row.waiting or 0) + (row.overhead or 0) == pytest.approx(row.step[1])
 
 
 def test_time_to_a_loss_is_read_between_evaluations() -> None:
@@ -82,6 +87,7 @@ def test_advice_names_what_reaches_the_loss_first() -> None:
     assert "use BF16" in text
     assert "1.71 x as fast" in text
     assert "83% of a step" in text
+    assert "71% of its step is bytes on the link" in text
 
 
 def test_advice_is_to_stay_where_nothing_is_clearly_faster() -> None:
@@ -93,6 +99,42 @@ def test_advice_never_names_what_misses_the_loss() -> None:
     worse = track("Sign", "thinwire", 0.3, 1e6, 3.0)
     assert "stay with plain DDP" in advice(cell(PLAIN, worse))
     assert rows(cell(PLAIN, worse))[1].seconds_to_loss is None
+
+
+def test_advice_never_names_what_takes_longer_to_the_loss() -> None:
+    slow = track("Lossy", "thinwire", 1.0, 1e6, 3.0)
+    slow.step_seconds += [1.0] * 20
+    slow.losses.append((STEPS + 20, 1.9))
+    (plain, row) = rows(cell(PLAIN, slow))
+    assert row.speed_up is not None
+    assert row.speed_up[0] > 1
+    assert row.seconds_to_loss is not None
+    assert plain.seconds_to_loss is not None
+    assert row.seconds_to_loss > plain.seconds_to_loss
+    assert "stay with plain DDP" in advice(cell(PLAIN, slow))
+    assert row.loss == pytest.approx(3.0), "after equal steps, not after overtime"
+
+
+def test_advice_takes_the_best_of_those_that_are_faster_even_if_it_is_torchs() -> None:
+    """Exact comes to the loss at the same time as ever; that must not hide who is faster."""
+    same = track("Exact", "thinwire", 1.2, 10e6, 1.0)
+    assert "use BF16" in advice(cell(PLAIN, same, HALF))
+    assert "use torch hook" in advice(cell(PLAIN, same, track("torch hook", "torch", 0.5, 5e6, 2.0)))
+
+
+def test_fewer_bytes_are_not_advised_where_the_link_has_no_limit() -> None:
+    assert "fewer would help" not in advice(dataclasses.replace(cell(PLAIN, HALF), rate=None))
+
+
+def test_a_loss_below_zero_is_reached_too() -> None:
+    negative = track("DDP", "ddp", 1.2, 10e6, -1.0)
+    (row,) = rows(cell(negative))
+    assert row.seconds_to_loss is not None
+
+
+def test_a_loss_that_is_no_number_gives_no_advice() -> None:
+    diverged = track("DDP", "ddp", 1.2, 10e6, float("nan"))
+    assert "not finite" in advice(cell(diverged, HALF))
 
 
 def test_who_could_not_run_has_a_row_with_the_reason() -> None:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from thinwire.bench.workloads import find_object
+from thinwire.bench.workloads import call_users, find_object
 from thinwire.errors import OptionError
 from thinwire.programs.program import Program, describe
 
@@ -35,7 +36,9 @@ class TorchHook:
 
 
 def _simple(hook: Callable[..., Any]) -> TorchHook:
-    return TorchHook(lambda program: hook.__name__, lambda ddp, program: ddp.register_comm_hook(None, hook))
+    return TorchHook(
+        lambda program: hook.__name__, lambda ddp, program: ddp.register_comm_hook(ddp.process_group, hook)
+    )
 
 
 def _powersgd_name(program: thinwire.PowerSGD) -> str:
@@ -45,7 +48,7 @@ def _powersgd_name(program: thinwire.PowerSGD) -> str:
 def _register_powersgd(ddp: DDP, program: thinwire.PowerSGD) -> None:
     hook = torch_powersgd.batched_powerSGD_hook if program.flatten else torch_powersgd.powerSGD_hook
     state = torch_powersgd.PowerSGDState(
-        None,
+        ddp.process_group,
         program.rank,
         start_powerSGD_iter=2,
         min_compression_rate=program.min_compression,
@@ -81,9 +84,13 @@ class Contestant:
     rival: str | None = None
 
     def wrap(self, model: torch.nn.Module, bucket_mb: float | None) -> DDP:
-        """The model in DDP; torch's multi-step hooks race with more than one bucket, so they get one."""
+        """The model in DDP, each with connections of its own, so that none finds them warmer than another.
+
+        torch's multi-step hooks race with more than one bucket, so they get one.
+        """
         hook = _torch_hook(self.text) if self.kind == "torch" else None
-        return DDP(model, bucket_cap_mb=hook.bucket_mb if hook and hook.bucket_mb else bucket_mb)
+        size = hook.bucket_mb if hook and hook.bucket_mb else bucket_mb
+        return DDP(model, bucket_cap_mb=size, process_group=dist.new_group())
 
     def prepare(self, ddp: DDP, steps: int) -> thinwire.Wire | None:
         """Make `ddp` exchange its gradients this way, for so many steps."""
@@ -120,18 +127,16 @@ def parse_program(text: str) -> Program:
     module, colon, call = text.rpartition(":")
     try:
         tree = ast.parse(call.strip(), mode="eval").body
-        program = _build(tree, f"{module}{colon}")
-        describe(program)
-    except OptionError:
-        raise
-    except (SyntaxError, TypeError, ValueError) as error:
+    except SyntaxError as error:
         raise OptionError(
-            f"program={text!r} does not work ({error}): write Name or Name(option=value)"
+            f"program={text!r} does not parse ({error.msg}): write Name or Name(option=value)"
         ) from error
+    program = call_users(lambda: _build(tree, f"{module}{colon}"), f"program={text!r}")
     if not callable(program) or isinstance(program, type):
         raise OptionError(
             f"program={text!r} is not a program: it must yield collectives, see docs/programs.md"
         )
+    describe(program)
     return program  # type: ignore[no-any-return] # whatever it is, attach checks it again
 
 
@@ -180,10 +185,13 @@ def _find(name: str, prefix: str) -> Any:
 def _short_name(text: str) -> str:
     """How a program stands in tables: as the user wrote it, spelled as thinwire spells it."""
     parse_program(text)
-    name, bracket, options = text.rpartition(":")[2].strip().partition("(")
-    proper = next((public for public in thinwire.__all__ if public.lower() == name.lower()), name)
-    return proper + bracket + options
+    name, bracket, options = text.strip().partition("(")
+    return _proper(name) + bracket + options
+
+
+def _proper(name: str) -> str:
+    return next((public for public in thinwire.__all__ if public.lower() == name.lower()), name)
 
 
 def _torch_hook(text: str) -> TorchHook | None:
-    return PROGRAMS.get(_short_name(text).partition("(")[0])
+    return PROGRAMS.get(_proper(text.strip().partition("(")[0]))

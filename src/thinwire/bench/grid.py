@@ -1,6 +1,7 @@
 """The grid: every link and world size in turn, saved after each, resumed where it stopped."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.bench.contestants import line_up
-from thinwire.bench.measure import OnRound
+from thinwire.bench.measure import ON_CPU, OnRound
 from thinwire.bench.results import Cell, Results, Track
 from thinwire.bench.summary import summarize
 from thinwire.bench.worker import MARK, Task
@@ -59,7 +60,7 @@ class Grid:
             raise OptionError(
                 f"steps={self.steps} must be at least 8: medians need some rounds after warm-up"
             )
-        if self.bucket_mb is not None and self.bucket_mb <= 0:
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         for count in self.hosts:
             if not 2 <= count <= MOST_HOSTS:
@@ -72,8 +73,8 @@ class Grid:
 
     @property
     def cells(self) -> list[tuple[int, str]]:
-        """(hosts, link), in order."""
-        return [(hosts, link) for hosts in self.hosts for link in self.links]
+        """(hosts, link), in order, each once."""
+        return list(dict.fromkeys((hosts, link) for hosts in self.hosts for link in self.links))
 
     def task(self, **changes: Any) -> Task:
         """What the ranks of a cell are told."""
@@ -93,6 +94,7 @@ def run_grid(
 ) -> Results:
     """Run every cell that `path` does not hold yet; one that fails is kept with its reason."""
     results = _resumed(grid, path, fresh=fresh) or Results(command, _settings(grid), machine())
+    results.command = command
     done = {cell.key for cell in results.cells if cell.error is None}
     memories: dict[int, list[int]] = {}
     for hosts, link in grid.cells:
@@ -149,25 +151,27 @@ def _run(
 ) -> dict[str, Any]:
     """What rank 0 reported, by kind."""
     heard: dict[str, Any] = {}
-    kept: list[tuple[int, str]] = []
+    errors: list[str] = []
 
     def listen(host: int, stream: str, line: str) -> None:
         if not line.startswith(MARK):
-            kept.append((host, line))
-            on_line(f"host {host} │ {line}")
+            if line.strip():
+                on_line(f"host {host} | {line}")
             return
         kind, value = json.loads(line.removeprefix(MARK))
         if kind in ("round", "overtime"):
             on_round(kind, value)
+        elif kind == "error":
+            errors.append(f"host {host}: {value}")
         else:
             heard[kind] = value
 
-    command = [sys.executable, "-m", "thinwire.bench.worker", json.dumps(asdict(task))]
+    command = ["env", f"{ON_CPU}=1", sys.executable, "-m", "thinwire.bench.worker", json.dumps(asdict(task))]
     finished = run_on(hosts, command, listen)
     if finished.exit_code:
-        said = [line for host, line in kept if host == finished.failed_host and line.strip()]
-        reason = said[-1] if said else "it said nothing"
-        raise LabError(f"host {finished.failed_host} ended with exit code {finished.exit_code}: {reason}")
+        # The first to complain is the cause: the others notice when its connections close.
+        ended = f"host {finished.failed_host} ended with exit code {finished.exit_code}"
+        raise LabError(errors[0] if errors else ended)
     return heard
 
 
@@ -188,7 +192,7 @@ def _resumed(grid: Grid, path: Path, *, fresh: bool) -> Results | None:
 def _settings(grid: Grid) -> dict[str, Any]:
     """What must be the same to go on; links and world sizes may grow from run to run."""
     fixed = {key: value for key, value in asdict(grid).items() if key not in ("links", "hosts")}
-    return {**json.loads(json.dumps(fixed)), "thinwire": __version__, "torch": str(torch.__version__)}
+    return {**json.loads(json.dumps(fixed)), **machine()}
 
 
 def machine() -> dict[str, str]:

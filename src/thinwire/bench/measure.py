@@ -5,11 +5,13 @@ start on the same batches; its wall time is the sum of its own steps, as if it h
 to plain DDP's loss by then goes on, until it has or has used up plain DDP's wall time.
 """
 
+import math
 import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from thinwire.attach import Wire
 from thinwire.bench.contestants import Contestant
 from thinwire.bench.results import Track
-from thinwire.bench.summary import CLOSE_ENOUGH
+from thinwire.bench.summary import close_to
 from thinwire.bench.workloads import Workload
 from thinwire.lab.namespaces import read_devices
 
@@ -30,6 +32,7 @@ _HELD_OUT_BATCHES = 4
 _HELD_OUT_FROM = 1_000_000
 _MOST_OVERTIME = 4
 _PROBE_BYTES = 4_000_000
+ON_CPU = "THINWIRE_BENCH_ON_CPU"
 
 OnRound = Callable[[str, int], None]
 """Told of "round" or "overtime", and how many steps are done."""
@@ -46,7 +49,11 @@ class Entry:
 
 
 def measure(
-    workload: Workload, contestants: list[Contestant], steps: int, bucket_mb: float | None, on_round: OnRound
+    workload: Workload,
+    contestants: list[Contestant],
+    steps: int,
+    bucket_mb: float | None,
+    on_round: OnRound,
 ) -> list[Track]:
     """Every rank calls it; each gets the tracks of all ranks, joined."""
     entries = [enter(contestant, workload, bucket_mb, steps) for contestant in contestants]
@@ -67,9 +74,9 @@ def measure(
 
 
 def _go_on(entries: list[Entry], workload: Workload, steps: int, on_round: OnRound) -> None:
-    """Overtime, for at most four times the steps: fewer bytes are worth it if the time to a loss is shorter."""
+    """Overtime, for at most four times the steps: what counts in the end is the time to a loss."""
     plain = next(entry.track for entry in entries if entry.track.kind == "ddp")
-    target = plain.losses[-1][1] * (1 + CLOSE_ENOUGH)
+    target = close_to(plain.losses[-1][1])
     (budget,) = _agreed([sum(plain.step_seconds)])
     late = [entry for entry in entries if entry.track.kind in ("thinwire", "torch")]
     used = _agreed([sum(entry.track.step_seconds) for entry in late])
@@ -78,7 +85,7 @@ def _go_on(entries: list[Entry], workload: Workload, steps: int, on_round: OnRou
         late = [
             entry
             for entry, seconds in zip(late, used, strict=True)
-            if entry.track.losses[-1][1] > target and seconds < budget
+            if not entry.track.losses[-1][1] <= target and seconds < budget and math.isfinite(target)
         ]
         if not late:
             return
@@ -132,7 +139,9 @@ def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
         torch.cuda.synchronize()
     entry.track.step_seconds.append(time.perf_counter() - started)
     dist.barrier()
-    entry.track.device_bytes.append(device_bytes() - before)
+    after = device_bytes()
+    if before is not None and after is not None:
+        entry.track.device_bytes.append(after - before)
 
 
 @torch.no_grad()
@@ -143,9 +152,11 @@ def _evaluate(entries: list[Entry], workload: Workload, step: int) -> None:
     losses = []
     for entry in entries:
         inner = entry.model.module if isinstance(entry.model, DDP) else entry.model
+        training = [module for module in inner.modules() if module.training]
         inner.eval()
         losses.append(torch.stack([inner(batch).detach().float() for batch in batches]).mean())
-        inner.train()
+        for module in training:
+            module.training = True
     total = torch.stack(losses)
     dist.all_reduce(total)
     for entry, loss in zip(entries, (total / dist.get_world_size()).tolist(), strict=True):
@@ -155,11 +166,11 @@ def _evaluate(entries: list[Entry], workload: Workload, step: int) -> None:
 def _read_meter(entry: Entry) -> None:
     if entry.wire is None:
         return
-    for record in entry.wire.stats().records:
-        entry.track.meter_bytes.append(record.bytes_sent)
-        entry.track.encode_seconds.append(record.compute_seconds or 0.0)
-        entry.track.wire_seconds.append(record.wire_seconds or 0.0)
-        entry.track.exposed_seconds.append(record.exposed_seconds or 0.0)
+    records, track = entry.wire.stats().records, entry.track
+    track.meter_bytes = [record.bytes_sent for record in records]
+    track.encode_seconds = [r.compute_seconds for r in records if r.compute_seconds is not None]
+    track.wire_seconds = [r.wire_seconds for r in records if r.wire_seconds is not None]
+    track.exposed_seconds = [r.exposed_seconds for r in records if r.exposed_seconds is not None]
 
 
 def _join(own: Track) -> Track:
@@ -167,18 +178,15 @@ def _join(own: Track) -> Track:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        setattr(
-            own,
-            name,
-            [mean(values) for values in zip(*(getattr(one, name) for one in everyone), strict=True)],
-        )
+        by_step = zip(*(getattr(one, name) for one in everyone), strict=False)  # a rank may not know
+        setattr(own, name, [mean(values) for values in by_step])
     own.step_seconds = [max(values) for values in zip(*(one.step_seconds for one in everyone), strict=True)]
     return own
 
 
 def device() -> torch.device:
-    """Where this rank trains."""
-    if torch.cuda.is_available():
+    """Where this rank trains; in the lab, whose hosts would share one GPU, on the CPU."""
+    if torch.cuda.is_available() and ON_CPU not in os.environ:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
@@ -188,20 +196,26 @@ def on_device(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device())
     if isinstance(batch, tuple | list):
-        return type(batch)(on_device(part) for part in batch)
+        parts = [on_device(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, dict):
         return {key: on_device(part) for key, part in batch.items()}
     return batch
 
 
-def device_bytes() -> float:
+def device_bytes() -> float | None:
     """What this rank has sent over the network so far; ranks that share a device share its count."""
+    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local == world else _default_route())
     devices = read_devices()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface == "lo":
-        return devices["lo"].sent / dist.get_world_size()
-    sent = sum(one.sent for name, one in devices.items() if name in (interface or devices) and name != "lo")
-    return sent / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    named = [devices[name] for name in (interface or "").split(",") if name in devices]
+    sharing = world if interface == "lo" else local
+    return sum(one.sent for one in named) / sharing if named else None
+
+
+def _default_route() -> str | None:
+    lines = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    return next((words[0] for words in lines if words[1] == "00000000"), None)
 
 
 def probe_rate() -> int:

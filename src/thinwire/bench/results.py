@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,9 @@ class Track:
     Attributes:
         rival: The name of torch's hook for the same thing.
         unavailable: Why it could not run; nothing else is filled in then.
-        device_bytes: Read off the network device, per rank.
+        device_bytes: Read off the network device, per rank; empty where nobody can tell.
         meter_bytes: Counted by thinwire, per rank; empty where it is not thinwire.
-        encode_seconds: Time within the program; likewise.
+        encode_seconds: Time within the program; likewise, and empty where times are not known.
         wire_seconds: Time with a collective under way; likewise.
         exposed_seconds: Time that backward waited for the network; likewise.
         losses: (steps done, held-out loss).
@@ -74,7 +75,7 @@ class Cell:
         known = {one.name for one in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
         for track in tracks:
-            track.losses = [(int(step), float(loss)) for step, loss in track.losses]
+            track.losses = [(step, math.nan if loss is None else loss) for step, loss in track.losses]
         return Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": tracks})
 
 
@@ -96,9 +97,14 @@ class Results:
     def save(self, path: Path, summary: list[dict[str, Any]]) -> None:
         """Replace the file at once: an interrupted run leaves the last whole state."""
         data = {"format": FORMAT, "summary": summary, **dataclasses.asdict(self)}
+        text = json.dumps(plain(data), indent=1, allow_nan=False)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(data, indent=1))
-        draft.replace(path)
+        try:
+            draft.write_text(text)
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise StateError(f"{path} cannot be written: {error.strerror}") from error
 
     @staticmethod
     def load(path: Path) -> "Results":
@@ -117,3 +123,14 @@ class Results:
             if isinstance(error, StateError):
                 raise
             raise StateError(f"{path} is no results file of thinwire bench ({error!r})") from error
+
+
+def plain(data: Any) -> Any:
+    """The same with None for what JSON has no word for: inf and NaN."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return data

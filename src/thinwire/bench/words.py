@@ -2,21 +2,8 @@
 
 from thinwire.bench.summary import Row
 
-COLUMNS = (
-    "step",
-    "speed-up",
-    "vs torch",
-    "vs floor",
-    "meter",
-    "device",
-    "encode",
-    "wire",
-    "exposed",
-    "loss",
-    "loss at time",
-    "to DDP's loss",
-    "memory",
-)
+SPEED = ("step", "speed-up", "vs torch", "vs floor", "loss", "loss at time", "to DDP's loss")
+COST = ("meter", "device", "encode", "wire", "exposed", "memory")
 
 LEGEND = (
     "step: median time of forward, backward and update. speed-up: against plain DDP, median of the"
@@ -29,26 +16,27 @@ LEGEND = (
 )
 
 
-def figures_of(row: Row) -> list[str]:
-    """The figures in the order of COLUMNS, as text."""
+def speed_of(row: Row) -> list[str]:
+    """The figures in the order of SPEED, as text."""
     if row.step is None or row.speed_up is None:
-        return ["not possible", *[""] * (len(COLUMNS) - 1)]
+        return ["not possible", *[""] * (len(SPEED) - 1)]
     low, middle, high = row.speed_up
     return [
         _milliseconds(row.step[1]),
         f"{middle:.2f} x ({low:.2f}-{high:.2f})",
         _times(row.torch_speed_up),
         _times(row.over_floor),
-        _bytes(row.meter_bytes),
-        _bytes(row.device_bytes),
-        _milliseconds(row.encode),
-        _milliseconds(row.wire),
-        _milliseconds(row.exposed),
         f"{row.loss:.4f}",
         f"{row.loss_at_time:.4f}",
         "never" if row.seconds_to_loss is None else f"{row.seconds_to_loss:.1f} s",
-        _bytes(row.peak_memory),
     ]
+
+
+def cost_of(row: Row) -> list[str]:
+    """The figures in the order of COST, as text."""
+    sizes = [_bytes(row.meter_bytes), _bytes(row.device_bytes)]
+    times = [_milliseconds(row.encode), _milliseconds(row.wire), _milliseconds(row.exposed)]
+    return [*sizes, *times, _bytes(row.peak_memory)]
 
 
 def megabytes(count: float) -> str:
@@ -61,7 +49,7 @@ def megabytes(count: float) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+    return "-" if seconds is None else f"{1e3 * seconds:.{0 if seconds > 0.01 else 2}f} ms"
 
 
 def _times(ratio: float | None) -> str:

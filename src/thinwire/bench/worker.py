@@ -1,10 +1,12 @@
 """A rank of a benchmark: `python -m thinwire.bench.worker TASK`, on each host, with TASK as JSON.
 
-Rank 0 reports by lines on stdout that begin with `MARK`.
+It reports by lines on stdout that begin with `MARK`: rank 0 what was measured, any rank what went wrong.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.bench.contestants import line_up
-from thinwire.bench.measure import measure, probe_rate
-from thinwire.bench.memory import peak_memory
+from thinwire.bench.contestants import Contestant, line_up
+from thinwire.bench.measure import device, measure, probe_rate
+from thinwire.bench.memory import peak_memory, reason
 from thinwire.bench.results import Track
-from thinwire.bench.workloads import find_workload
+from thinwire.bench.workloads import Workload, find_workload
 
 MARK = "thinwire-bench "
 _SECONDS_BETWEEN_REPORTS = 0.2
+_PR_SET_PDEATHSIG = 1
 
 Report = Callable[[str, Any], None]
 
@@ -40,37 +43,46 @@ class Task:
     probe: bool = False
     seconds: float = 600.0
 
+    def prepare(self, number: int) -> tuple[Workload, list[Contestant], float | None]:
+        """Open the process group of that number; what to train, and who takes part."""
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        workload = find_workload(self.workload)
+        _join(self, number)
+        return workload, line_up(list(self.programs), with_torch=self.with_torch), self.bucket_mb
+
 
 def work(task: Task, report: Report) -> None:
     """Report `memory`, or `rate`, `round`s, `overtime`, `parameters` and `tracks`."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    workload = find_workload(task.workload)
-    contestants = line_up(list(task.programs), with_torch=task.with_torch)
     if task.memory:
-        report("memory", peak_memory(workload, contestants, task.bucket_mb, lambda n: _join(task, n + 1)))
+        report("memory", peak_memory(lambda number: task.prepare(number + 1)))
         return
-    _join(task, 0)
+    workload, contestants, bucket_mb = task.prepare(0)
     report("parameters", sum(parameter.numel() for parameter in workload.model().parameters()))
     if task.probe:
         report("rate", probe_rate())
-    tracks: list[Track] = measure(
-        workload, contestants, task.steps, task.bucket_mb, _pacer(report, task.steps)
-    )
+    tracks: list[Track] = measure(workload, contestants, task.steps, bucket_mb, _pacer(report, task.steps))
     report("tracks", [asdict(track) for track in tracks])
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _join(task: Task, number: int) -> None:
-    """Open the process group; number 0 is the one that torchrun or the lab prepared."""
+    """Open a process group; number 0 is the one that torchrun or the lab prepared."""
     limit = timedelta(seconds=task.seconds)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+        backend = "nccl"
     if number == 0:
         dist.init_process_group(backend, timeout=limit)
         return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + number
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agents = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        store: dist.Store = dist.PrefixStore(f"thinwire memory {number}", agents)
+    else:
+        store = dist.TCPStore(address, port + number, world_size, is_master=rank == 0, timeout=limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
@@ -88,15 +100,21 @@ def _pacer(report: Report, steps: int) -> Callable[[str, int], None]:
 
 
 def main() -> None:
-    """Work on the task of the command line."""
+    """Work on the task of the command line, and end with whoever gave it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def report(kind: str, value: Any) -> None:
-        if os.environ["RANK"] == "0":
-            sys.stdout.write(f"{MARK}{json.dumps([kind, value])}\n")
+        if os.environ["RANK"] == "0" or kind == "error":
+            # A line of its own: whoever printed before may have left one unfinished.
+            sys.stdout.write(f"\n{MARK}{json.dumps([kind, value])}\n")
             sys.stdout.flush()
 
     task = json.loads(sys.argv[1])
-    work(Task(**{**task, "programs": tuple(task["programs"])}), report)
+    try:
+        work(Task(**{**task, "programs": tuple(task["programs"])}), report)
+    except Exception as error:
+        report("error", reason(error))
+        raise
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -148,12 +149,7 @@ def find_workload(name: str) -> Workload:
             )
         return WORKLOADS[name]
     build = find_object(name, "model")
-    try:
-        made = build()
-    except Exception as error:
-        raise OptionError(
-            f"model={name!r} failed ({type(error).__name__}: {error}): it is called without arguments"
-        ) from error
+    made = call_users(build, f"model={name!r}")
     if isinstance(made, Workload):
         return made
     if not (
@@ -171,9 +167,19 @@ def find_object(name: str, option: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    module = call_users(partial(importlib.import_module, module_name), f"{option}={name!r}")
+    if not hasattr(module, attribute):
+        raise OptionError(f"{option}={name!r}: the module has no {attribute!r}; write package.module:name")
+    return getattr(module, attribute)
+
+
+def call_users(function: Callable[[], Any], what: str) -> Any:
+    """Run a user's code: what it prints is no data of ours, and what it raises becomes one line."""
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OptionError(
-            f"{option}={name!r} cannot be found ({error}): write package.module:name"
-        ) from error
+        with redirect_stdout(sys.stderr):
+            return function()
+    except OptionError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise OptionError(f"{what} does not work ({reason}): try it in Python first") from error

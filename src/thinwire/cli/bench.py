@@ -13,11 +13,11 @@ from thinwire.bench.results import Results
 from thinwire.bench.summary import advice, rows, summarize
 from thinwire.bench.words import LEGEND
 from thinwire.bench.workloads import WORKLOADS
-from thinwire.cli.output import err, out, print_json
+from thinwire.cli.output import check_writable, err, out, print_json
 from thinwire.cli.progress import progress
-from thinwire.cli.table import table
+from thinwire.cli.table import tables, title
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.lab.namespaces import ways_in
+from thinwire.lab.namespaces import way_in
 
 
 @click.command()
@@ -68,8 +68,7 @@ def bench(
     thinwire bench --model mypackage.train:build --programs exact,bf16
     torchrun --nnodes 2 ... -m thinwire bench
     """
-    if not path.parent.is_dir():
-        raise OptionError(f"out={str(path)!r} is in a folder that does not exist: make {path.parent} first")
+    check_writable(path)
     grid = Grid(
         workload=model or workload,
         programs=tuple(split_programs(programs)),
@@ -81,7 +80,9 @@ def bench(
     )
     if under_torchrun():
         with progress(steps) as tracker:
-            results = run_here(grid, path, _command(), lambda kind, done: tracker(LINK, done))
+            results = run_here(
+                grid, path, _command(), fresh=fresh, on_round=lambda kind, done: tracker(LINK, done)
+            )
         if results is None:
             return
     else:
@@ -89,7 +90,8 @@ def bench(
             results = run_grid(grid, path, _command(), fresh=fresh, on_progress=tracker, on_line=_show_line)
     _show(results, as_json=as_json)
     err.print(f"results: {path}", style="dim")
-    ctx.exit(1 if any(cell.error for cell in results.cells) else 0)
+    asked = {(hosts, link) for hosts, link in grid.cells}
+    ctx.exit(1 if any(cell.error and (cell.hosts, cell.link) in asked for cell in results.cells) else 0)
 
 
 def _links(text: str, *, or_loopback: bool) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ def _links(text: str, *, or_loopback: bool) -> tuple[str, ...]:
     if under_torchrun() or all(link == LOOPBACK for link in links):
         return links
     try:
-        ways_in()
+        way_in()
     except UnavailableError as error:
         if not or_loopback:
             raise
@@ -120,7 +122,7 @@ def _command() -> str:
 
 
 def _show_line(line: str) -> None:
-    err.print(line, markup=False, style="dim")
+    err.print(line, style="dim")
 
 
 def _show(results: Results, *, as_json: bool) -> None:
@@ -129,9 +131,12 @@ def _show(results: Results, *, as_json: bool) -> None:
         return
     for cell in results.cells:
         if cell.error is None:
-            out.print(table(cell))
+            width = None if out.is_terminal else 200
+            out.print(f"\n{title(cell)}\n", style="bold")
+            for table in tables(cell):
+                out.print(table, "", width=width, soft_wrap=False)
             for row in rows(cell):
                 if row.unavailable:
-                    out.print(f"{row.name}: {row.unavailable}", markup=False)
-        out.print(f"\n{advice(cell)}\n", markup=False, style="bold")
+                    out.print(f"{row.name}: {row.unavailable}")
+        out.print(f"{advice(cell)}\n", style="bold")
     err.print(LEGEND, style="dim")

@@ -4,9 +4,12 @@ from dataclasses import asdict
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.cli.output import err, out, print_json
 from thinwire.lab.checks import examine
+
+OK, MISSING, NO = Text("ok", "green"), Text("missing", "red"), Text("no", "yellow")
 
 
 @click.command()
@@ -23,7 +26,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         shown.add_column(no_wrap=True)
         shown.add_column()
         for finding in findings:
-            mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]no[/]"
+            mark = OK if finding.ok else MISSING if finding.needed else NO
             shown.add_row(
                 mark, finding.name, finding.detail if finding.ok else f"{finding.detail}: {finding.remedy}"
             )

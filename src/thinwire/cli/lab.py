@@ -85,7 +85,7 @@ def _clean(*, as_json: bool) -> None:
 def _printer(*, to_stderr: bool) -> Callable[[int, str, str], None]:
     def show(host: int, stream: str, line: str) -> None:
         console = err if to_stderr or stream == "stderr" else out
-        console.print(Text.assemble((f"host {host} │ ", _STYLES[host % len(_STYLES)]), line))
+        console.print(Text.assemble((f"host {host} | ", _STYLES[host % len(_STYLES)]), line))
 
     return show
 

@@ -27,8 +27,7 @@ class Tracker:
         """So many rounds of the cell called `label` are done."""
         if label != self._label:
             self._label, self._before = label, self._before + self._done
-            if not self._before:
-                self._begun = time.monotonic()  # what came before has no rounds to count
+            self._begun = time.monotonic()
             self._announce(f"{label} ...")
         self._done = done
         if self._bar is not None and self._task is not None:
@@ -37,9 +36,9 @@ class Tracker:
             self._announce(f"{label}: {self._before + done} of {self._total} rounds, {self._left()}")
 
     def _left(self) -> str:
-        done = self._before + self._done
-        seconds = (time.monotonic() - self._begun) * (self._total - done) / done if done else 0.0
-        return f"about {seconds:.0f} s left"
+        """At the pace of the cell that is running."""
+        pace = (time.monotonic() - self._begun) / max(1, self._done)
+        return f"about {pace * (self._total - self._before - self._done):.0f} s left"
 
     def _announce(self, line: str) -> None:
         self._latest = time.monotonic()

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from thinwire.bench.results import Results
-from thinwire.cli.output import err, out, print_json
-from thinwire.errors import OptionError, UnavailableError
+from thinwire.cli.output import check_writable, err, out, print_json
+from thinwire.errors import UnavailableError
 
 
 @click.command()
@@ -21,12 +21,11 @@ def report(results: Path, path: Path | None, as_json: bool) -> None:
         raise UnavailableError(f"the report needs {error.name}: pip install 'thinwire[report]'") from error
     loaded = Results.load(results)
     path = path or results.with_suffix(".html")
-    if not path.parent.is_dir():
-        raise OptionError(f"out={str(path)!r} is in a folder that does not exist: make {path.parent} first")
+    check_writable(path)
     page = render(loaded)
     path.write_text(page, encoding="utf-8")
     if as_json:
         print_json({"path": str(path), "bytes": len(page.encode())})
     else:
         err.print("open in a browser:", style="dim")
-        out.print(str(path.resolve()), markup=False)
+        out.print(str(path.resolve()))

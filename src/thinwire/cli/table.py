@@ -1,20 +1,30 @@
-"""A cell's figures as a table for the terminal."""
+"""A cell's figures as two tables for the terminal."""
 
 from rich.table import Table
 
 from thinwire.bench.results import Cell
-from thinwire.bench.summary import rows
-from thinwire.bench.words import COLUMNS, figures_of
+from thinwire.bench.summary import Row, rows
+from thinwire.bench.words import COST, SPEED, cost_of, speed_of
 
 
-def table(cell: Cell) -> Table:
-    """One line per contestant."""
-    shown = Table(
-        title=f"{cell.workload} ({cell.parameters / 1e6:.1f} M parameters), {cell.network}", box=None
-    )
-    shown.add_column("", no_wrap=True)
-    for name in COLUMNS:
-        shown.add_column(name, justify="right")
-    for row in rows(cell):
-        shown.add_row(row.name, *figures_of(row), style="bold" if row.kind == "thinwire" else "")
-    return shown
+def tables(cell: Cell) -> list[Table]:
+    """What it brings, and what it costs; one line per contestant in each."""
+    shown = rows(cell)
+    speed = _table(SPEED, [(row, speed_of(row)) for row in shown])
+    cost = _table(COST, [(row, cost_of(row)) for row in shown if row.step])
+    return [speed, cost]
+
+
+def _table(columns: tuple[str, ...], lines: list[tuple[Row, list[str]]]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    made.add_column("", overflow="fold")
+    for name in columns:
+        made.add_column(name, justify="right", no_wrap=True)
+    for row, figures in lines:
+        made.add_row(row.name, *figures, style="bold" if row.kind == "thinwire" else "")
+    return made
+
+
+def title(cell: Cell) -> str:
+    """What was trained, and where."""
+    return f"{cell.workload}, {cell.parameters / 1e6:.1f} M parameters, {cell.network}"

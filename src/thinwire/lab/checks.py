@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import UnavailableError
-from thinwire.lab.namespaces import try_inside, ways_in
+from thinwire.lab.namespaces import try_inside, way_in
 from thinwire.version import __version__
 
 _OPTIONAL = {
@@ -78,7 +78,7 @@ def _devices() -> Finding:
 def _lab() -> list[Finding]:
     """Opens namespaces for real: a kernel that has them may still refuse them."""
     try:
-        way = ways_in()[0]
+        way = way_in()
     except UnavailableError as error:
         return [Finding("lab", False, "not possible here", str(error), needed=True)]
     version = try_inside(way, "ip -V").stdout.strip()

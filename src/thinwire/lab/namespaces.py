@@ -51,8 +51,7 @@ class Lab:
         self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Lab":
-        self._as_user = ways_in()[0]
-        clean()
+        self._as_user, self._inner_pids = way_in(), []
         command = ["unshare", *self._as_user, *_SPACES, "sh", "-c", self.network.script(), MARK, _identity()]
         self._keeper = subprocess.Popen(
             command,
@@ -113,8 +112,11 @@ class Lab:
 
     def bytes_sent(self) -> list[int]:
         """What each host has sent so far, counted at its port of the switch."""
-        devices = read_devices(f"/proc/{self._open().pid}/net/dev")
-        return [devices[f"port{host}"].received for host in range(self.count)]
+        try:
+            devices = read_devices(f"/proc/{self._open().pid}/net/dev")
+            return [devices[f"port{host}"].received for host in range(self.count)]
+        except (OSError, KeyError) as error:
+            raise LabError("the lab was ended by somebody else while it ran") from error
 
     def _entering(self, host: int, command: Sequence[str]) -> list[str]:
         """The first nsenter goes into the lab, the second, which sees the lab's processes, to the host."""
@@ -128,7 +130,8 @@ class Lab:
             "--mount",
             f"--pid=/proc/{keeper}/ns/pid_for_children",
         ]
-        return [*lab, "nsenter", "--target", self._inner_pids[host], "--net", "--", *command]
+        here = ["env", "--chdir", os.getcwd()]  # entering another mount namespace leads to its root
+        return [*lab, "nsenter", "--target", self._inner_pids[host], "--net", "--", *here, *command]
 
     def _open(self) -> subprocess.Popen[str]:
         if self._keeper is None:
@@ -150,8 +153,8 @@ def read_devices(path: str = "/proc/net/dev") -> dict[str, Device]:
     return {name.strip(): Device(counters) for name, counters in lines}
 
 
-def ways_in() -> list[list[str]]:
-    """Options of `unshare` that open a lab here, best first; raises UnavailableError where none does."""
+def way_in() -> list[str]:
+    """Options of `unshare` that open a lab here; raises UnavailableError where none does."""
     absent = [tool for tool in _PACKAGES if not shutil.which(tool, path=_PATH)]
     if absent:
         packages = " ".join(dict.fromkeys(_PACKAGES[tool] for tool in absent))
@@ -159,21 +162,15 @@ def ways_in() -> list[list[str]]:
             f"the lab needs the command {absent[0]!r}, which is not installed: apt-get install {packages}"
         )
     mapped = ["--user", "--map-root-user"]
-    possible = [[], mapped] if os.geteuid() == 0 else [mapped]
-    said = ""
-    ways = []
-    for way in possible:
+    for way in [[], mapped] if os.geteuid() == 0 else [mapped]:
         attempt = try_inside(way, "mount -t proc proc /proc")
-        said = attempt.stderr.strip()
         if attempt.returncode == 0:
-            ways.append(way)
-    if not ways:
-        raise UnavailableError(
-            f"the lab needs network namespaces, and this system refuses them ({said}): run as root, or allow"
-            " user namespaces (sysctl kernel.unprivileged_userns_clone=1, or"
-            " kernel.apparmor_restrict_unprivileged_userns=0; in Docker: --privileged)"
-        )
-    return ways
+            return way
+    raise UnavailableError(
+        f"the lab needs network namespaces, and this system refuses them ({attempt.stderr.strip()}): run as"
+        " root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or"
+        " kernel.apparmor_restrict_unprivileged_userns=0; in Docker: --privileged)"
+    )
 
 
 def try_inside(way: list[str], script: str) -> subprocess.CompletedProcess[str]:
@@ -191,16 +188,17 @@ def try_inside(way: list[str], script: str) -> subprocess.CompletedProcess[str]:
 def clean() -> int:
     """End what is left of labs whose owner is gone; how many there were.
 
-    The kernel does this by itself when an owner dies; what is found here was stopped or frozen on its way.
+    The kernel does this by itself when an owner dies; what is found here was frozen on its way. Labs of
+    containers and labs within labs are not ours to judge: we cannot see their owners.
     """
     removed = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if MARK.encode() not in words or words[0] != b"unshare":
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            if MARK not in words or words[0] != "unshare":
                 continue
-            owner = words[words.index(MARK.encode()) + 1].decode()
-            if owner != _identity(int(owner.split("@")[0])):
+            owner, _, where = words[words.index(MARK) + 1].partition(" in ")
+            if where == _pid_namespace() and _began(int(owner.split("@")[0])) != owner:
                 os.kill(int(folder.name), signal.SIGKILL)
                 removed += 1
         except (OSError, ValueError, IndexError):
@@ -208,14 +206,22 @@ def clean() -> int:
     return removed
 
 
-def _identity(pid: int | None = None) -> str:
+def _identity() -> str:
+    """This process, to whoever meets it in the same process namespace."""
+    return f"{_began(os.getpid())} in {_pid_namespace()}"
+
+
+def _began(pid: int) -> str:
     """A process and when it began: a process id alone may be used again."""
-    pid = os.getpid() if pid is None else pid
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
     return f"{pid}@{after_name[19]}"
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
 
 
 def _refusal(said: str, network: Network) -> LabError | UnavailableError:

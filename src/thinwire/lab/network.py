@@ -43,8 +43,8 @@ class Link:
     def commands(self, device: str) -> list[str]:
         """Shape what leaves over `device`.
 
-        The bucket holds 2 ms of traffic, so that a pause earns next to nothing; the kernel must hand it
-        packets that fit, or it would have to cut them apart, and each would carry headers of its own.
+        The bucket holds 2 ms of traffic, or 8 KB where that is more, so that a pause earns next to nothing;
+        the kernel must hand it packets that fit, or it would have to cut them apart, each with its headers.
         """
         commands = []
         if self.delay or self.loss:
@@ -168,10 +168,8 @@ def plan(
     """
     sizes = _groups(groups, hosts)
     links = len(sizes) or _count(hosts)
-    if sum(sizes) > MOST_HOSTS:
-        raise OptionError(f"groups={groups!r} makes {sum(sizes)} hosts: at most {MOST_HOSTS} fit in a lab")
-    if delay < 0:
-        raise OptionError(f"delay={delay:g} must not be negative: it is in milliseconds")
+    if not 0 <= delay < 60_000:
+        raise OptionError(f"delay={delay:g} must be from 0 up to a minute: it is in milliseconds")
     if not 0 <= loss < 100:
         raise OptionError(f"loss={loss:g} must be from 0 up to below 100: it is in per cent")
     rates = [parse_rate(part) for part in rate.split(",")]
@@ -192,7 +190,10 @@ def _groups(groups: str | None, hosts: int | None) -> tuple[int, ...]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", groups)
     if not match:
         raise OptionError(f"groups={groups!r} does not parse: 2x3 makes two groups of three hosts each")
-    sizes = (int(match[2]),) * int(match[1])
+    count, size = int(match[1]), int(match[2])
+    if count * size > MOST_HOSTS:
+        raise OptionError(f"groups={groups!r} makes {count * size} hosts: at most {MOST_HOSTS} fit in a lab")
+    sizes = (size,) * count
     if hosts is not None and hosts != sum(sizes):
         raise OptionError(
             f"hosts={hosts} does not fit groups={groups!r}, which makes {sum(sizes)}: leave it out"

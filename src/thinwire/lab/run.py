@@ -55,6 +55,7 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
             processes.append(process)
             readers += _readers(process, host, lines)
         failed_host, code = _follow(processes, lines, on_line)
+        seconds = time.monotonic() - started
         _stop(processes)
         _drain(readers, lines, on_line)
     except BaseException:
@@ -65,17 +66,21 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
     sent = (
         None if before is None or after is None else tuple(b - a for a, b in zip(before, after, strict=True))
     )
-    return Finished(code, failed_host, time.monotonic() - started, sent)
+    return Finished(code, failed_host, seconds, sent)
 
 
 def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> None:
-    """The lines that are still on their way; readers that wait for room get it."""
+    """The lines that are still on their way; not for ever, for what was left running may go on printing."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    while not lines.empty() or (any(map(threading.Thread.is_alive, readers)) and time.monotonic() < deadline):
-        with suppress(queue.Empty):
+    while time.monotonic() < deadline:
+        try:
             host, stream, line = lines.get(timeout=0.02)
-            if line is not None:
-                on_line(host, stream, line)
+        except queue.Empty:
+            if not any(reader.is_alive() for reader in readers):
+                return
+            continue
+        if line is not None:
+            on_line(host, stream, line)
 
 
 def _readers(process: subprocess.Popen[str], host: int, lines: Lines) -> list[threading.Thread]:
@@ -122,13 +127,19 @@ def _follow(
 
 
 def _stop(processes: list[subprocess.Popen[str]]) -> None:
-    """SIGTERM to each one's session, SIGKILL to what does not follow."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for process in processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.01, deadline - time.monotonic()))
+    """SIGTERM to the session of each that still runs; after a moment SIGKILL to whatever is left of any."""
+    running = [process for process in processes if process.poll() is None]
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in running:
+        _signal(process, signal.SIGTERM)
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.01, deadline - time.monotonic()))
+    for process in processes:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

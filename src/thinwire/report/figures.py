@@ -67,7 +67,7 @@ def step_breakdown(cell: Cell) -> Figure:
     shown = [row for row in rows(cell) if row.step is not None][::-1]
     parts = (
         ("computing", "#009e73", [row.compute or 0.0 for row in shown]),
-        ("encoding", "#e69f00", [row.encode or 0.0 for row in shown]),
+        ("encoding and other overhead", "#e69f00", [row.overhead or 0.0 for row in shown]),
         ("waiting for the network", "#d55e00", [row.waiting or 0.0 for row in shown]),
     )
     names = [row.name for row in shown]

@@ -7,9 +7,9 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
-from thinwire.bench.results import Cell, Results
+from thinwire.bench.results import Cell, Results, plain
 from thinwire.bench.summary import advice, rows
-from thinwire.bench.words import COLUMNS, LEGEND, figures_of
+from thinwire.bench.words import COST, LEGEND, SPEED, cost_of, speed_of
 from thinwire.report.figures import (
     Figure,
     Palette,
@@ -22,7 +22,7 @@ from thinwire.report.figures import (
 
 def render(results: Results) -> str:
     """The whole page as text."""
-    measured = [cell for cell in results.cells if cell.error is None]
+    measured = [cell for cell in results.cells if rows(cell)]
     palette = Palette(measured)
     template = Template((files("thinwire.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -51,7 +51,7 @@ def _section(cell: Cell, palette: Palette) -> str:
 
 def _plot(title: str, figure: Figure) -> str:
     """A heading, an empty box, and what to draw in it; `<` cannot end the script it stands in."""
-    description = json.dumps(figure).replace("<", "\\u003c")
+    description = json.dumps(plain(figure), allow_nan=False).replace("<", "\\u003c")
     return (
         f"<figure><h3>{escape(title)}</h3><div class='plot' role='img' aria-label='{escape(title)}'></div>"
         f"<script type='application/json'>{description}</script></figure>"
@@ -59,14 +59,14 @@ def _plot(title: str, figure: Figure) -> str:
 
 
 def _table(cell: Cell) -> str:
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in ("", *COLUMNS))
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in ("", *SPEED, *COST))
     body = ""
     for row in rows(cell):
         if row.unavailable:
-            values = f"<td colspan='{len(COLUMNS)}'>not possible: {escape(row.unavailable)}</td>"
+            values = f"<td colspan='{len(SPEED) + len(COST)}'>not possible: {escape(row.unavailable)}</td>"
         else:
-            values = "".join(f"<td>{escape(value)}</td>" for value in figures_of(row))
-        body += f"<tr class='{row.kind}'><th scope='row'>{escape(row.name)}</th>{values}</tr>"
+            values = "".join(f"<td>{escape(value)}</td>" for value in (*speed_of(row), *cost_of(row)))
+        body += f"<tr class='{escape(row.kind)}'><th scope='row'>{escape(row.name)}</th>{values}</tr>"
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 

@@ -1,6 +1,7 @@
 """Brings finished step records to sinks, on the training loop's own thread."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -31,24 +32,26 @@ class Watch:
     def __init__(self, ddp: DistributedDataParallel, wire: Wire, sinks: tuple[Sink, ...]) -> None:
         self._wire = wire
         self._sinks = sinks
-        self._next_step = wire.step
+        self._latest = wire.stats().last
         self._hook = ddp.register_forward_pre_hook(lambda module, args: self.flush())
 
     def flush(self) -> None:
         """Send what has finished since the last time."""
-        for record in self._wire.stats().records:
-            if record.step >= self._next_step:
-                self._next_step = record.step + 1
-                for sink in self._sinks:
-                    sink.write(as_row(record))
+        records = self._wire.stats().records
+        known = next((place for place, record in enumerate(records, 1) if record is self._latest), 0)
+        for record in records[known:]:
+            self._latest = record
+            for sink in self._sinks:
+                sink.write(as_row(record))
 
     def close(self) -> None:
         """Send the rest, and end; a second call does nothing."""
         self._hook.remove()
-        self.flush()
-        sinks, self._sinks = self._sinks, ()
-        for sink in sinks:
-            sink.close()
+        with ExitStack() as closing:  # one that fails does not keep the others open
+            for sink in self._sinks:
+                closing.callback(sink.close)
+            self.flush()
+            self._sinks = ()
 
     def __enter__(self) -> "Watch":
         return self
