@@ -225,7 +225,7 @@ class Part:
         return self.rest
 
     def finish(self, against: str) -> None:
-        """Write the mean, and keep what was given less what `against` names, "own" or "mean"."""
+        """Write the mean, and keep what was given less the mean, or less what this rank sent."""
         for view, residual in self._residuals:
             residual.copy_(view)
         if against == "sent" and self._residuals:

@@ -33,7 +33,9 @@ def render(results: Results) -> str:
         legend=escape(LEGEND),
         command=escape(results.command),
         machine="".join(_fact(name, value) for name, value in results.machine.items()),
-        settings="".join(_fact(name, str(value)) for name, value in results.settings.items()),
+        settings="".join(
+            _fact(name, str(value)) for name, value in results.settings.items() if name not in results.machine
+        ),
     )
 
 
