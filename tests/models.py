@@ -105,11 +105,6 @@ class LossOfMLP(nn.Module):
         return loss
 
 
-def for_bench() -> tuple[nn.Module, Any]:
-    """0.07 M parameters, for `thinwire bench --model tests.models:for_bench`."""
-    return LossOfMLP(), lambda rank, step: batch(rank, step, width=128, rows=16)
-
-
 def broken_for_bench() -> tuple[nn.Module, Any]:
     """Builds, and then fails in its third batch on rank 1."""
 

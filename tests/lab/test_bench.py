@@ -9,52 +9,47 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODEL = ("--model", "tests.models:for_bench", "--steps", "8", "--bucket-mb", "0.1")
+MODEL = ("--model", "beside:build", "--steps", "8", "--bucket-mb", "0.1")
+BESIDE = """
+import sys, torch
+from tests.models import LossOfMLP, batch
+print("hello from the import")
+
+class Talkative(LossOfMLP):
+    def forward(self, x):
+        sys.stdout.write(".")
+        return super().forward(x)
+
+def build():
+    return Talkative(), lambda rank, step: batch(rank, step, width=128, rows=16)
+"""
+"""A model that prints whenever it can, in a module that only the user's folder has."""
 
 
-def thinwire(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, sys.executable, "-m", "thinwire", *words] if not launcher else [*launcher, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+def thinwire(
+    *words: str, launcher: tuple[str, ...] = ("thinwire",), folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    path = tmp_path_factory.mktemp("bench") / "bench.json"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bench")
+    (place / "beside.py").write_text(BESIDE)
+    return place
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    path = folder / "bench.json"
     words = ("bench", *MODEL, "--programs", "exact,bf16", "--links", "50mbit", "--out", str(path), "--json")
-    return path, thinwire(*words)
+    return path, thinwire(*words, folder=folder)
 
 
 def rows_of(text: str) -> dict[str, dict[str, Any]]:
     (cell,) = json.loads(text)
     return {row["name"]: row for row in cell["rows"]}
-
-
-def test_a_model_beside_the_user_is_found_and_may_print_anything(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text(
-        "import sys, torch\n"
-        "print('hello from the import')\n"
-        "class Model(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        sys.stdout.write('.')\n"
-        "        return super().forward(x).square().mean() - 1\n"
-        "def build():\n"
-        "    return Model(64, 64), lambda rank, step: torch.randn(4, 64)\n"
-    )
-    words = [
-        "bench",
-        "--model",
-        "beside:build",
-        "--steps",
-        "8",
-        "--programs",
-        "exact",
-        "--no-torch",
-        "--json",
-    ]
-    command = [sys.executable, "-m", "thinwire", *words]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-    assert process.returncode == 0, process.stderr
-    assert list(rows_of(process.stdout)) == ["DDP", "Exact"]
 
 
 def test_it_prints_a_summary_of_all_contestants(
@@ -83,21 +78,9 @@ def test_meter_and_device_agree(finished: tuple[Path, subprocess.CompletedProces
     assert rows["DDP"]["device_bytes"] == pytest.approx(rows["Exact"]["device_bytes"], rel=0.02)
 
 
-def test_it_goes_on_where_it_was(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    path, _ = finished
-    before = json.loads(path.read_text())["cells"]
-    words = ("bench", *MODEL, "--programs", "exact,bf16", "--links", "50mbit,loopback", "--out", str(path))
-    process = thinwire(*words)
-    assert process.returncode == 0, process.stderr
-    after = json.loads(path.read_text())["cells"]
-    assert after[0] == before[0], "a finished cell is not measured again"
-    assert [cell["link"] for cell in after] == ["50mbit", "loopback"]
-    assert "2 ranks over loopback" in process.stdout
-
-
 def test_other_settings_do_not_overwrite(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     path, _ = finished
-    process = thinwire("bench", *MODEL, "--programs", "exact", "--out", str(path))
+    process = thinwire("bench", *MODEL, "--programs", "exact", "--out", str(path), folder=path.parent)
     assert process.returncode == 1
     assert "holds a benchmark with another programs" in process.stderr
     assert "--fresh" in process.stderr
@@ -114,16 +97,22 @@ def test_a_model_that_fails_on_one_host_is_one_line_and_the_file_keeps_the_reaso
     assert "the data of rank 1 ended" in json.loads(path.read_text())["cells"][0]["error"]
 
 
-def test_under_torchrun_it_measures_the_network_that_is_there(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "thinwire")
-    words = ("bench", *MODEL, "--programs", "exact", "--out", str(tmp_path / "bench.json"), "--json")
-    process = thinwire(*words, launcher=torchrun)
+def test_under_torchrun_it_measures_the_network_that_is_there(tmp_path: Path, folder: Path) -> None:
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "thinwire")
+    words = (
+        "bench",
+        *MODEL,
+        "--programs",
+        "exact",
+        "--no-torch",
+        "--out",
+        str(tmp_path / "b.json"),
+        "--json",
+    )
+    process = thinwire(*words, launcher=torchrun, folder=folder)
     assert process.returncode == 0, process.stderr
     (cell,) = json.loads(process.stdout)
     assert cell["hosts"] == 2
     assert "(measured)" in cell["network"]
     exact = rows_of(process.stdout)["Exact"]
     assert exact["meter_bytes"] <= exact["device_bytes"] < 1.05 * exact["meter_bytes"]
-    again = thinwire(*words, launcher=torchrun)
-    assert again.returncode != 0
-    assert "exists: choose another --out" in again.stderr

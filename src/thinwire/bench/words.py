@@ -2,7 +2,8 @@
 
 from thinwire.bench.summary import Row
 
-SPEED = ("step", "speed-up", "vs torch", "vs floor", "loss", "loss at time", "to DDP's loss")
+SPEED = ("step", "speed-up", "vs torch", "vs floor")
+LOSS = ("loss", "loss at time", "to DDP's loss")
 COST = ("meter", "device", "encode", "wire", "exposed", "memory")
 
 LEGEND = (
@@ -26,10 +27,13 @@ def speed_of(row: Row) -> list[str]:
         f"{middle:.2f} x ({low:.2f}-{high:.2f})",
         _times(row.torch_speed_up),
         _times(row.over_floor),
-        f"{row.loss:.4f}",
-        f"{row.loss_at_time:.4f}",
-        "never" if row.seconds_to_loss is None else f"{row.seconds_to_loss:.1f} s",
     ]
+
+
+def loss_of(row: Row) -> list[str]:
+    """The figures in the order of LOSS, as text."""
+    reached = "never" if row.seconds_to_loss is None else f"{row.seconds_to_loss:.1f} s"
+    return [f"{row.loss:.4f}", f"{row.loss_at_time:.4f}", reached]
 
 
 def cost_of(row: Row) -> list[str]:

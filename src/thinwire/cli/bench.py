@@ -131,10 +131,9 @@ def _show(results: Results, *, as_json: bool) -> None:
         return
     for cell in results.cells:
         if cell.error is None:
-            width = None if out.is_terminal else 200
             out.print(f"\n{title(cell)}\n", style="bold")
             for table in tables(cell):
-                out.print(table, "", width=width, soft_wrap=False)
+                out.print(table, "", soft_wrap=False)
             for row in rows(cell):
                 if row.unavailable:
                     out.print(f"{row.name}: {row.unavailable}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from rich.console import Console
 from thinwire.bench.results import plain
 from thinwire.errors import OptionError
 
+_WIDE = 160  # where nobody's window sets a limit
 _PLAIN = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-out = Console(**_PLAIN)  # type: ignore[arg-type] # all are flags
+out = Console(**_PLAIN, width=None if sys.stdout.isatty() else _WIDE)  # type: ignore[arg-type] # all are flags
 err = Console(**_PLAIN, stderr=True)  # type: ignore[arg-type]
 
 

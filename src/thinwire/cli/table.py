@@ -1,18 +1,21 @@
-"""A cell's figures as two tables for the terminal."""
+"""A cell's figures as tables that fit 80 columns."""
 
 from rich.table import Table
 
 from thinwire.bench.results import Cell
 from thinwire.bench.summary import Row, rows
-from thinwire.bench.words import COST, SPEED, cost_of, speed_of
+from thinwire.bench.words import COST, LOSS, SPEED, cost_of, loss_of, speed_of
 
 
 def tables(cell: Cell) -> list[Table]:
-    """What it brings, and what it costs; one line per contestant in each."""
+    """How fast, how well, at what cost; one line per contestant in each."""
     shown = rows(cell)
-    speed = _table(SPEED, [(row, speed_of(row)) for row in shown])
-    cost = _table(COST, [(row, cost_of(row)) for row in shown if row.step])
-    return [speed, cost]
+    ran = [row for row in shown if row.step]
+    return [
+        _table(SPEED, [(row, speed_of(row)) for row in shown]),
+        _table(LOSS, [(row, loss_of(row)) for row in ran]),
+        _table(COST, [(row, cost_of(row)) for row in ran]),
+    ]
 
 
 def _table(columns: tuple[str, ...], lines: list[tuple[Row, list[str]]]) -> Table:

@@ -9,7 +9,7 @@ from plotly.offline import get_plotlyjs
 
 from thinwire.bench.results import Cell, Results, plain
 from thinwire.bench.summary import advice, rows
-from thinwire.bench.words import COST, LEGEND, SPEED, cost_of, speed_of
+from thinwire.bench.words import COST, LEGEND, LOSS, SPEED, cost_of, loss_of, speed_of
 from thinwire.report.figures import (
     Figure,
     Palette,
@@ -61,13 +61,15 @@ def _plot(title: str, figure: Figure) -> str:
 
 
 def _table(cell: Cell) -> str:
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in ("", *SPEED, *COST))
+    columns = (*SPEED, *LOSS, *COST)
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in ("", *columns))
     body = ""
     for row in rows(cell):
         if row.unavailable:
-            values = f"<td colspan='{len(SPEED) + len(COST)}'>not possible: {escape(row.unavailable)}</td>"
+            values = f"<td colspan='{len(columns)}'>not possible: {escape(row.unavailable)}</td>"
         else:
-            values = "".join(f"<td>{escape(value)}</td>" for value in (*speed_of(row), *cost_of(row)))
+            figures = (*speed_of(row), *loss_of(row), *cost_of(row))
+            values = "".join(f"<td>{escape(figure)}</td>" for figure in figures)
         body += f"<tr class='{escape(row.kind)}'><th scope='row'>{escape(row.name)}</th>{values}</tr>"
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 

@@ -1,0 +1,93 @@
+"""The grid without its ranks: what is measured again, and what is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire import OptionError, StateError
+from thinwire.bench import grid as grid_module
+from thinwire.bench import real
+from thinwire.bench.grid import Grid, run_grid
+from thinwire.bench.results import Cell, Track
+from thinwire.errors import LabError
+
+TRACKS = [Track("DDP", "ddp", ""), Track("Exact", "thinwire", "exact"), Track("alone", "alone", "")]
+for one in TRACKS:
+    one.step_seconds = one.device_bytes = [1.0] * 8
+    one.losses = [(0, 4.0), (8, 3.0)]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Which cells were measured, instead of measuring them."""
+    cells: list[tuple[int, str]] = []
+
+    def measure(grid: Grid, hosts: int, link: str, *args: Any) -> Cell:
+        cells.append((hosts, link))
+        if link == "2gbit" and cells.count((hosts, link)) == 1:
+            raise LabError("host 1 died")
+        return Cell(grid.workload, hosts, link, f"{hosts} hosts at {link}", 10**9, 7, TRACKS)
+
+    monkeypatch.setattr(grid_module, "_measure", measure)
+    monkeypatch.setattr(grid_module, "_run", lambda *args: {"memory": [1, 2, 3]})
+    return cells
+
+
+def run(path: Path, links: str, *, fresh: bool = False, **changes: Any) -> list[dict[str, Any]]:
+    settings = {"workload": "conv", "programs": ("exact",), "steps": 8, "with_torch": False, **changes}
+    grid = Grid(links=tuple(links.split(",")), hosts=(2,), **settings)
+    run_grid(grid, path, f"bench {links}", fresh=fresh, on_progress=lambda *_: None, on_line=lambda _: None)
+    cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
+    return cells
+
+
+def test_finished_cells_are_not_measured_again(tmp_path: Path, measured: list[tuple[int, str]]) -> None:
+    path = tmp_path / "b.json"
+    run(path, "1gbit")
+    cells = run(path, "1gbit,3gbit,1gbit")
+    assert measured == [(2, "1gbit"), (2, "3gbit")]
+    assert [cell["link"] for cell in cells] == ["1gbit", "3gbit"]
+    assert json.loads(path.read_text())["command"] == "bench 1gbit,3gbit,1gbit"
+    assert [track["peak_memory"] for track in cells[0]["tracks"]] == [1, 2, 3]
+
+
+def test_a_cell_that_failed_is_kept_and_tried_again(tmp_path: Path, measured: list[tuple[int, str]]) -> None:
+    path = tmp_path / "b.json"
+    first, second = run(path, "2gbit,1gbit")
+    assert first["error"] == "host 1 died"
+    assert second["error"] is None
+    cells = run(path, "2gbit,1gbit")
+    assert [cell["error"] for cell in cells] == [None, None]
+    assert measured == [(2, "2gbit"), (2, "1gbit"), (2, "2gbit")]
+
+
+def test_other_settings_or_threads_are_not_mixed(
+    tmp_path: Path, measured: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b.json"
+    run(path, "1gbit")
+    with pytest.raises(StateError, match="another steps"):
+        run(path, "1gbit", steps=9)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with pytest.raises(StateError, match="another threads per rank"):
+        run(path, "1gbit")
+    run(path, "1gbit", fresh=True)
+    assert len(measured) == 2
+
+
+def test_a_real_network_needs_two_ranks_and_a_free_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = Grid(workload="conv", programs=("exact",), links=("1gbit",), hosts=(2,), steps=8)
+    path = tmp_path / "b.json"
+    path.touch()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert real.under_torchrun()
+    with pytest.raises(OptionError, match="WORLD_SIZE=1 must be at least 2"):
+        real.run_here(grid, path, "", fresh=False, on_round=lambda *_: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StateError, match="exists: choose another --out"):
+        real.run_here(grid, path, "", fresh=False, on_round=lambda *_: None)
