@@ -77,7 +77,7 @@ def hook_seconds(rank: int, world_size: int, rounds: int) -> dict[str, list[floa
     """Forward and backward on one rank: nothing to wait for, so what exceeds plain DDP is the hook's work."""
     entries: dict[str, Entry] = {}
     for name, contestant in CONTESTANTS.items():
-        entries[name] = enter(contestant, WORK, 100_000, rounds)
+        entries[name] = enter(contestant, WORK.model(), WORK, 100_000, rounds)
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     shuffled = random.Random(0)
     for step in range(rounds):
@@ -103,12 +103,9 @@ def cpu(rounds: int) -> None:
         print(f"{name:<16}{1e3 * own:>8.1f} ms{own / extra['torch']:>8.2f} x torch's")
 
 
-def measured(programs: list[str], links: list[str], hosts: list[int], steps: int, out: Path) -> Results:
+def measured(grid: Grid, out: Path) -> Results:
     """A grid of `thinwire bench`."""
-    grid = Grid(
-        workload="gpt-6m", programs=tuple(programs), links=tuple(links), hosts=tuple(hosts), steps=steps
-    )
-    with progress(steps * len(grid.cells)) as tracker:
+    with progress(grid.steps * len(grid.cells)) as tracker:
         return run_grid(grid, out, " ".join(sys.argv), fresh=False, on_progress=tracker, on_line=print)
 
 
@@ -155,12 +152,21 @@ def main() -> None:
     elif options.part == "cpu":
         cpu(options.steps or 60)
     elif options.part == "links":
-        hosts = [int(count) for count in options.hosts.split(",")]
-        show(measured([OURS, HALF], options.links.split(","), hosts, options.steps or 12, options.out))
+        hosts = tuple(int(count) for count in options.hosts.split(","))
+        links, steps = tuple(options.links.split(",")), options.steps or 12
+        grid = Grid(workload="gpt-6m", programs=(OURS, HALF), links=links, hosts=hosts, steps=steps)
+        show(measured(grid, options.out))
     else:
-        programs = [f"PowerSGD(rank={rank})" for rank in (1, 2, 4, 8)]
-        programs += [HALF, "PowerSGD(rank=4,factor_dtype='bf16',residual='sent')"]
-        final_losses(measured(programs, ["loopback"], [2], options.steps or 256, options.out))
+        by_rank = [f"PowerSGD(rank={rank})" for rank in (1, 2, 4, 8)]
+        grid = Grid(
+            workload="gpt-6m",
+            programs=(*by_rank, HALF, HALF.replace(")", ",residual='sent')")),
+            links=("loopback",),
+            hosts=(2,),
+            steps=options.steps or 256,
+            with_torch=False,
+        )
+        final_losses(measured(grid, options.out))
 
 
 if __name__ == "__main__":

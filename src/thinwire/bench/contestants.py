@@ -90,7 +90,7 @@ class Contestant:
         """
         hook = _torch_hook(self.text) if self.kind == "torch" else None
         size = hook.bucket_mb if hook and hook.bucket_mb else bucket_mb
-        return DDP(model, bucket_cap_mb=size, process_group=dist.new_group())
+        return DDP(model, bucket_cap_mb=size, process_group=dist.new_group(), init_sync=False)
 
     def prepare(self, ddp: DDP, steps: int) -> thinwire.Wire | None:
         """Make `ddp` exchange its gradients this way, for so many steps."""

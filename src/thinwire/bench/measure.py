@@ -5,6 +5,7 @@ start on the same batches; its wall time is the sum of its own steps, as if it h
 to plain DDP's loss by then goes on, until it has or has used up plain DDP's wall time.
 """
 
+import copy
 import math
 import os
 import random
@@ -56,7 +57,8 @@ def measure(
     on_round: OnRound,
 ) -> list[Track]:
     """Every rank calls it; each gets the tracks of all ranks, joined."""
-    entries = [enter(contestant, workload, bucket_mb, steps) for contestant in contestants]
+    start = _the_same_everywhere(workload.model().to(device()))
+    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb, steps) for one in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
     shuffled = random.Random(0)  # the same order on every rank
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
@@ -105,10 +107,18 @@ def _agreed(values: list[float]) -> list[float]:
     return agreed
 
 
-def enter(contestant: Contestant, workload: Workload, bucket_mb: float | None, steps: int) -> Entry:
-    """A model, made ready to train this way; where torch refuses its own hook, its reason."""
+def _the_same_everywhere(model: nn.Module) -> nn.Module:
+    """Rank 0's model on every rank, sent once: a slow link need not carry it for each contestant."""
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    return model
+
+
+def enter(
+    contestant: Contestant, model: nn.Module, workload: Workload, bucket_mb: float | None, steps: int
+) -> Entry:
+    """A model that all ranks have, made ready to train this way; or the reason why torch refuses its hook."""
     track = Track(contestant.name, contestant.kind, contestant.text, contestant.rival)
-    model = workload.model().to(device())
     if contestant.kind == "alone":
         return Entry(model, workload.optimizer(model.parameters()), None, track)
     ddp = contestant.wrap(model, bucket_mb)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from thinwire.bench.contestants import Contestant
-from thinwire.bench.measure import enter, train_step
+from thinwire.bench.measure import device, enter, train_step
 from thinwire.bench.workloads import Workload
 from thinwire.errors import LabError
 
@@ -37,7 +37,8 @@ def peak_memory(prepare: Prepare) -> list[int]:
 def _train(prepare: Prepare, number: int) -> tuple[int, int]:
     """The peak of contestant `number`, and how many contestants there are."""
     workload, contestants, bucket_mb = prepare(number)
-    entry = enter(contestants[number], workload, bucket_mb, _STEPS)
+    model = workload.model().to(device())
+    entry = enter(contestants[number], model, workload, bucket_mb, _STEPS)
     for step in range(_STEPS if entry.track.unavailable is None else 0):
         train_step(entry, workload, step)
     everyone: list[int] = [0] * dist.get_world_size()
