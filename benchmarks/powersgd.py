@@ -27,7 +27,7 @@ from benchmarks.ranks import run
 from thinwire.bench.contestants import Contestant
 from thinwire.bench.grid import Grid, run_grid
 from thinwire.bench.measure import Entry, enter
-from thinwire.bench.results import Results, Track
+from thinwire.bench.results import Results
 from thinwire.bench.summary import rows
 from thinwire.bench.workloads import WORKLOADS
 from thinwire.cli.progress import progress
@@ -125,12 +125,12 @@ def show(results: Results) -> None:
 
 
 def final_losses(results: Results) -> None:
-    """Held-out loss against plain DDP's."""
+    """Held-out loss after equal steps, against plain DDP's."""
     for cell in results.cells:
-        tracks: list[Track] = [track for track in cell.tracks if track.kind != "alone" and track.losses]
-        for track in tracks:
-            ratio = track.losses[-1][1] / tracks[0].losses[-1][1] - 1
-            print(f"{track.name:<60}{track.losses[-1][1]:>9.4f}{100 * ratio:>+8.2f} %")
+        ran = [row for row in rows(cell) if row.loss is not None]
+        for row in ran:
+            ratio = (row.loss or 0.0) / (ran[0].loss or 1.0) - 1
+            print(f"{row.name:<60}{row.loss:>9.4f}{100 * ratio:>+8.2f} %")
 
 
 def main() -> None:

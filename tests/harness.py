@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "thinwire", "tests.harness"])
+# DDP imports dynamo when the first model is wrapped, which takes longer than most tests.
+_context.set_forkserver_preload(["torch._dynamo", "thinwire", "tests.harness"])
 
 
 def run_ranks(

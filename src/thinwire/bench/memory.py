@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401 - DDP imports it when first made: once here instead of in every fork
 import torch.distributed as dist
 
 from thinwire.bench.contestants import Contestant
