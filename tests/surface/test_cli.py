@@ -11,6 +11,8 @@ from click.testing import CliRunner, Result
 
 import thinwire
 from thinwire import UnavailableError
+from thinwire.bench.grid import Grid
+from thinwire.bench.results import Results
 from thinwire.cli import bench as bench_command
 from thinwire.cli.main import cli
 from thinwire.lab import checks, namespaces
@@ -71,6 +73,23 @@ def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.Monk
     result = run("doctor")
     assert result.exit_code == 1
     assert "apt-get install iproute2" in result.stdout.replace("\n", " ").replace("  ", " ")
+
+
+def test_the_demo_falls_back_to_loopback_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def no_run(grid: Grid, *args: object, **options: object) -> Results:
+        asked.append(grid.links)
+        return Results("", {}, {})
+
+    monkeypatch.setattr(bench_command, "way_in", no_way)
+    monkeypatch.setattr(bench_command, "run_grid", no_run)
+    result = run("bench", "--or-loopback", "--links", "10mbit", "--out", str(tmp_path / "b.json"))
+    assert result.exit_code == 0
+    assert asked == [("loopback",)]
+    assert "apt-get install iproute2" in result.stderr
 
 
 def test_the_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
