@@ -27,7 +27,8 @@ bench: $(READY)
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:
 	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
-	    { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium iproute2 >/dev/null; }
+	    { $(SUDO) apt-get update -qq && \
+	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 
 # Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
 $(READY): pyproject.toml constraints.txt Makefile
