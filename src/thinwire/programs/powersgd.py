@@ -51,8 +51,9 @@ class PowerSGD:
         residual: "mean" keeps what this rank's gradient differs from the averaged result; "sent" what it
             differs from this rank's own contribution to it. The average over ranks, and with it training, is
             the same but for rounding: "mean" also makes up for the rounding of the sum, "sent" stays small.
-        factor_dtype: "bf16" (or "fp16") halves the bytes of all that travels; with error feedback the
-            rounding is made up for as well. None: as the gradients are.
+        factor_dtype: "bf16" halves the bytes of all that travels; with error feedback the rounding is made
+            up for as well. "fp16" rounds less, but where a factor exceeds 65504 the bucket's gradient is NaN,
+            as after any overflow. None: as the gradients are.
         flatten: Take the whole bucket for one square matrix: fewer, larger operations, but it destroys the
             structure that makes gradients low-rank. Only worth a try with rank=1.
         seed: Of the first Q.
