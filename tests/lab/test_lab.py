@@ -162,8 +162,9 @@ def test_an_error_within_the_lab_tears_it_down() -> None:
 
 
 def test_what_a_command_left_running_ends_with_the_lab() -> None:
+    leave = 'setsid sleep 61 >/dev/null 2>&1 & until [ "$(cat /proc/$!/comm)" = sleep ]; do :; done'
     with Lab(plan(hosts=2)) as lab:
-        finished, _ = gathered(lab, "sh", "-c", "setsid sleep 61 >/dev/null 2>&1 & exit 0")
+        finished, _ = gathered(lab, "sh", "-c", leave)
         assert finished.exit_code == 0
         assert ["sleep", "61", ""] in commands().values()
     assert_nothing_is_left()
