@@ -7,6 +7,12 @@ Example::
 
 from thinwire.attach import Wire, attach
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.codec import BlockCodec, Codec
+from thinwire.codecs.float8 import Float8
+from thinwire.codecs.quantize import Quantize
+from thinwire.codecs.randomk import RandomEntries
+from thinwire.codecs.sign import SignBits
+from thinwire.codecs.topk import LargestEntries
 from thinwire.errors import (
     AttachError,
     DriftError,
@@ -20,8 +26,14 @@ from thinwire.errors import (
     WireError,
 )
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
+from thinwire.programs.error_feedback import ErrorFeedback
+from thinwire.programs.gathered import Gathered
+from thinwire.programs.nodes import AcrossNodes
+from thinwire.programs.partition import Partition
 from thinwire.programs.powersgd import PowerSGD
+from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
 from thinwire.version import __version__
 from thinwire.wire.meter import Stats, StepRecord
@@ -38,33 +50,51 @@ from thinwire.wire.ops import (
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
+    "AcrossNodes",
     "AllGather",
     "AllReduce",
     "AllToAll",
     "AttachError",
     "Await",
+    "BlockCodec",
     "Broadcast",
     "Bucket",
     "Cast",
+    "Codec",
     "DriftError",
+    "ErrorFeedback",
     "Exact",
+    "Float8",
+    "Gathered",
+    "Int4",
+    "Int8",
     "LabError",
+    "LargestEntries",
     "Memory",
     "MismatchError",
     "OptionError",
     "Outcome",
+    "Partition",
     "PowerSGD",
     "Program",
     "ProgramError",
+    "Quantize",
+    "RandomEntries",
+    "RandomK",
     "Reduce",
     "ReduceScatter",
     "Reduced",
+    "Sign",
+    "SignBits",
     "StateError",
     "Stats",
     "StepRecord",
     "Steps",
     "ThinwireError",
+    "TopK",
+    "TwoShot",
     "UnavailableError",
     "Warmup",
     "Wire",

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
 from thinwire.errors import AttachError, OptionError, StateError, ThinwireError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Memory, Program, describe
+from thinwire.programs.program import Memory, Program, check_shapes, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.wire.agree import Meeting
 from thinwire.wire.meter import Stats
@@ -62,7 +62,7 @@ def attach(
         )
     try:
         _check_hooks(ddp)
-        _check_program(program)
+        _check_program(program, ddp)
         _check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         _check_at_least("history", history, 1, "stats() shows the latest steps")
         limit = _limit(timeout)
@@ -123,9 +123,11 @@ class Wire:
 
         What the old program remembered by parameter stays, so that swapping back loses nothing.
         """
-        _check_program(program)
+        ddp, communicator = self._ddp(), self._bridge.communicator
+        if ddp is None:
+            raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
+        _check_program(program, ddp)
         self._between_steps("swap")
-        communicator = self._bridge.communicator
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
         self._program = program
 
@@ -227,10 +229,11 @@ def _check_at_least(name: str, value: object, least: int, why: str) -> None:
         raise OptionError(f"{name}={value!r} must be a whole number, at least {least}: {why}")
 
 
-def _check_program(program: Program) -> None:
+def _check_program(program: Program, ddp: DistributedDataParallel) -> None:
     if not callable(program) or isinstance(program, type):
         raise OptionError(f"program={program!r} is not a program: give an instance, such as thinwire.BF16()")
     describe(program)
+    check_shapes(program, {name: parameter.shape for name, parameter in parameters_of(ddp).items()})
 
 
 def _limit(timeout: timedelta | float | None) -> timedelta | None:

@@ -166,16 +166,13 @@ def enumerated(rank: int, world_size: int) -> None:
         ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
         if "POWER" in kind.name:
             continue  # tests/ranks/test_powersgd.py
-        if "QUANTIZE" in kind.name:
-            with pytest.raises(thinwire.UnavailableError, match=f"{kind.name} is not in thinwire yet"):
-                register_ddp_comm_hook(kind, ddp)
-            continue
         register_ddp_comm_hook(comm_hook_type=kind, model=ddp, state=None)
         for step in range(2):
             ddp.zero_grad()
             ddp(batch(rank, step)).square().mean().backward()
         if kind is not DDPCommHookType.NOOP:
-            torch.testing.assert_close(flat_gradients(ddp.module), exact, rtol=2e-2, atol=1e-5)
+            off = (flat_gradients(ddp.module) - exact).norm() / exact.norm()
+            assert off < 0.02, f"{kind} is off by {off:.2%}"
 
 
 def test_hooks_by_name() -> None:

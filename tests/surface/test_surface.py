@@ -10,8 +10,24 @@ import pytest
 import thinwire
 from thinwire.ddp_comm_hooks import DDPCommHookType
 
-ARRIVED = ["", ".default_hooks", ".debugging_hooks", ".mixed_precision_hooks", ".powerSGD_hook"]
+ARRIVED = [
+    "",
+    ".default_hooks",
+    ".debugging_hooks",
+    ".mixed_precision_hooks",
+    ".powerSGD_hook",
+    ".quantization_hooks",
+]
 """The modules of torch.distributed.algorithms.ddp_comm_hooks that thinwire has so far."""
+
+TORCHS_OWN = {
+    "_quantize_per_tensor_backend",
+    "_dequantize_per_tensor_backend",
+    "_quantize_per_channel_backend",
+    "_dequantize_per_channel_backend",
+    "_get_allgather_out_list",
+}
+"""Helpers of the all-gather in torch's quantization hooks, which thinwire does without."""
 
 
 def pair(name: str) -> tuple[ModuleType, ModuleType]:
@@ -24,7 +40,9 @@ def pair(name: str) -> tuple[ModuleType, ModuleType]:
 def own_names(module: ModuleType) -> list[str]:
     """What the module offers: `__all__`, or for those without one, what is defined in it."""
     return getattr(module, "__all__", None) or [
-        name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__
+        name
+        for name, thing in vars(module).items()
+        if getattr(thing, "__module__", "") == module.__name__ and name not in TORCHS_OWN
     ]
 
 

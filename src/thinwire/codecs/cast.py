@@ -1,16 +1,18 @@
 """Fewer bits a number, nothing else: a cast to fp16 or bf16."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from thinwire.codecs.codec import Codec, Parts, numbers_of
 from thinwire.errors import OptionError
 
 _CARRIERS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Codec):
     """Casts to `dtype` and back; complex numbers travel as pairs.
 
     Encodings add up, so they may be all-reduced. inf and NaN stay what they are; a finite number beyond
@@ -21,6 +23,8 @@ class Cast:
     tensor([1.])
     """
 
+    additive: ClassVar[bool] = True
+
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -30,14 +34,17 @@ class Cast:
                 f" {', '.join(map(str, _CARRIERS))}"
             )
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One part: `x` in `dtype`; never `x` itself, so that it may be reduced in place."""
-        real = torch.view_as_real(x) if x.is_complex() else x
-        return (real.to(self.dtype, copy=True),)
+    @property
+    def wire_bits(self) -> float:
+        """The dtype's own."""
+        return self.dtype.itemsize * 8
 
-    def decode(self, parts: tuple[torch.Tensor, ...], into: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor) -> Parts:
+        """One part: `x` in `dtype`; never `x` itself, so that it may be reduced in place."""
+        return (numbers_of(x).to(self.dtype, copy=True),)
+
+    def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Write the numbers into `into`, in its dtype, and return it."""
         (part,) = parts
-        real = torch.view_as_real(into) if into.is_complex() else into
-        real.copy_(part)
+        numbers_of(into).copy_(part)
         return into

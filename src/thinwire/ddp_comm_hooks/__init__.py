@@ -12,7 +12,7 @@ from thinwire.ddp_comm_hooks import debugging_hooks as debugging
 from thinwire.ddp_comm_hooks import default_hooks as default
 from thinwire.ddp_comm_hooks import mixed_precision_hooks  # noqa: F401 - a submodule, as in torch
 from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD
-from thinwire.errors import UnavailableError
+from thinwire.ddp_comm_hooks import quantization_hooks as quantization
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
@@ -36,24 +36,14 @@ def _power(comm_hook: Callable[..., Any], model: DistributedDataParallel, state:
     model.register_comm_hook(made, comm_hook)
 
 
-def _refuse(algorithm: str, model: DistributedDataParallel, state: Any) -> None:
-    raise UnavailableError(
-        f"{algorithm} is not in thinwire yet, and falling back to another algorithm in silence would be"
-        " wrong: use FP16_COMPRESS or BF16_COMPRESS, or stay with torch's for now"
-    )
-
-
 class DDPCommHookType(Enum):
-    """Hooks by name; a member's value is called with `model` and `state`.
-
-    Members whose algorithm has not arrived raise UnavailableError when they are registered.
-    """
+    """Hooks by name; a member's value is called with `model` and `state`."""
 
     ALLREDUCE = _member(partial(_register, comm_hook=default.allreduce_hook))
     FP16_COMPRESS = _member(partial(_register, comm_hook=default.fp16_compress_hook))
     BF16_COMPRESS = _member(partial(_register, comm_hook=default.bf16_compress_hook))
-    QUANTIZE_PER_TENSOR = _member(partial(_refuse, algorithm="QUANTIZE_PER_TENSOR"))
-    QUANTIZE_PER_CHANNEL = _member(partial(_refuse, algorithm="QUANTIZE_PER_CHANNEL"))
+    QUANTIZE_PER_TENSOR = _member(partial(_register, comm_hook=quantization.quantization_pertensor_hook))
+    QUANTIZE_PER_CHANNEL = _member(partial(_register, comm_hook=quantization.quantization_perchannel_hook))
     POWER_SGD = _member(partial(_power, comm_hook=powerSGD.powerSGD_hook, rank=1))
     POWER_SGD_RANK2 = _member(partial(_power, comm_hook=powerSGD.powerSGD_hook, rank=2))
     BATCHED_POWER_SGD = _member(partial(_power, comm_hook=powerSGD.batched_powerSGD_hook, rank=1))

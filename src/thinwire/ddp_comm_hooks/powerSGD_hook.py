@@ -18,8 +18,8 @@ import torch.distributed as dist
 from thinwire.ddp_comm_hooks._run import run_program
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.powersgd import RESIDUAL, Parts, PowerSGD
-from thinwire.programs.program import Bucket, Memory
+from thinwire.programs.powersgd import Parts, PowerSGD
+from thinwire.programs.program import RESIDUAL, Bucket, Memory
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

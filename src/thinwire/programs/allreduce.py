@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.codec import Codec, numbers_of, reseeded
+from thinwire.errors import OptionError
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
 from thinwire.wire.ops import AllReduce, Steps
 
@@ -20,8 +22,9 @@ class Exact:
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Divide first: the sum cannot overflow sooner than the mean."""
+        error = torch.zeros_like(bucket.buffer) if bucket.track_error else None
         mean = yield AllReduce(bucket.buffer.mul_(1 / bucket.world_size))
-        return Outcome(mean)
+        return Outcome(mean, error)
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,27 @@ class Reduced:
     Each term is at most max|gradient| / W, so but for rounding no partial sum overflows before the mean can.
     """
 
-    codec: Cast
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not self.codec.additive:
+            raise OptionError(
+                f"codec={self.codec!r} makes encodings that cannot be summed: use TwoShot(codec), or"
+                " Gathered(codec) for sparse ones"
+            )
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-reduce, decode into the bucket's own buffer."""
-        (encoded,) = self.codec.encode(bucket.buffer.mul_(1 / bucket.world_size))
-        total = yield AllReduce(encoded)
-        return Outcome(self.codec.decode((total,), into=bucket.buffer))
+        codec = reseeded(self.codec, bucket.step, bucket.names[0])
+        buffer, error = bucket.buffer.mul_(1 / bucket.world_size), None
+        encoded = codec.encode(buffer)
+        if bucket.track_error:
+            error = buffer.clone()
+            codec.add(encoded, numbers_of(error), -1)
+            error.mul_(bucket.world_size)
+        for part in encoded:
+            yield AllReduce(part)
+        return Outcome(codec.decode(encoded, into=buffer), error)
 
 
 def FP16() -> Program:  # noqa: N802 - reads as the program it makes

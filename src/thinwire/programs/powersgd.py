@@ -23,12 +23,12 @@ from typing import TypeAlias
 import torch
 
 from thinwire.errors import OptionError
-from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.programs.overflow import all_finite, overflow
+from thinwire.programs.program import RESIDUAL, Bucket, Memory, Outcome
 from thinwire.wire.ops import AllReduce, Steps
 from thinwire.wire.pack import pack, unpack
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-RESIDUAL = "residual"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +93,12 @@ class PowerSGD:
         starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
         first = [times(group, qs) for group, qs in zip(groups, starts, strict=True)]
         own, mean = yield from self._mean([*first, *(part.corrected_rest() for part in with_rest)], bucket)
-        if mean is None:
-            return _overflow(bucket)
-        ps = [orthonormal(p) for p in mean[: len(groups)]]
+        # After an overflow the second all-reduce takes its turn too: their number depends on no values.
+        ps = [orthonormal(p) for p in mean[: len(groups)]] if mean else [p.fill_(math.nan) for p in first]
         second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
         own_qs, mean_qs = yield from self._mean(second, bucket)
-        if mean_qs is None:
-            return _overflow(bucket)
+        if mean is None or mean_qs is None:
+            return overflow(bucket)
 
         for group, p, own_q, q in zip(groups, ps, own_qs, mean_qs, strict=True):
             for number, part in enumerate(group):
@@ -157,7 +156,7 @@ class PowerSGD:
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
-        return unpack(flat, shapes), unpack(mean, shapes) if mean.isfinite().all() else None
+        return unpack(flat, shapes), unpack(mean, shapes) if all_finite(mean) else None
 
     def _starts(self, groups: list["Parts"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """The Q of every matrix to begin with, stacked by group."""
@@ -294,8 +293,3 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
     exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
     basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)
     return basis
-
-
-def _overflow(bucket: Bucket) -> Outcome:
-    """DDP gets a gradient that a GradScaler will see; nothing is remembered."""
-    return Outcome(bucket.buffer.fill_(math.nan))

@@ -8,8 +8,9 @@ A program must yield the same collectives on every rank: branch on shapes, confi
 reduced values, never on local data.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ import torch
 from thinwire.errors import OptionError, StateError
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
+
+RESIDUAL = "residual"
+"""The slot of what compression has not sent yet, of whatever program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +36,7 @@ class Bucket:
         rank: This rank, in the group that is averaged over.
         world_size: The size of that group.
         step: Counts the steps that communicated, from 0.
+        track_error: Whether the outcome shall say what was not sent.
     """
 
     index: int
@@ -41,6 +46,7 @@ class Bucket:
     rank: int
     world_size: int
     step: int
+    track_error: bool = False
 
     def views(self) -> dict[str, torch.Tensor]:
         """The gradients by parameter name: views of the buffer."""
@@ -58,12 +64,12 @@ class Outcome:
 
     Attributes:
         mean: The averaged gradients, like the bucket's buffer; the buffer itself where possible.
-        sent: What this rank's own contribution amounted to after compression, in the input's units,
-            for whoever keeps the difference. None: not tracked.
+        error: This rank's input less what of it went into the mean, for whoever feeds it back; asked for
+            by `bucket.track_error`. Over all ranks, mean(inputs) = mean + mean(errors).
     """
 
     mean: torch.Tensor
-    sent: torch.Tensor | None = None
+    error: torch.Tensor | None = None
 
 
 class Program(Protocol):
@@ -87,6 +93,22 @@ def describe(program: Program) -> str:
     return text
 
 
+def check_shapes(program: object, shapes: Mapping[str, torch.Size]) -> None:
+    """Let a program, and those it is made of, look at a model's parameters before anything is sent.
+
+    A program that minds has a method `check(shapes)` that raises OptionError.
+    """
+    check = getattr(program, "check", None)
+    if check is not None:
+        check(shapes)
+    if isinstance(program, list | tuple):
+        inner = list(program)
+    else:
+        inner = list(vars(program).values()) if dataclasses.is_dataclass(program) else []
+    for part in inner:
+        check_shapes(part, shapes)
+
+
 class Memory:
     """All that programs keep between steps: tensors, by parameter name and slot.
 
@@ -99,13 +121,21 @@ class Memory:
 
     def __init__(self) -> None:
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
+        self._scope = ""
 
     def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The tensor kept for a parameter under `key`, made by `make` the first time."""
         slots = self._slots.setdefault(name, {})
-        if key not in slots:
-            slots[key] = make()
-        return slots[key]
+        full_key = self._scope + key
+        if full_key not in slots:
+            slots[full_key] = make()
+        return slots[full_key]
+
+    def scoped(self, scope: str) -> "Memory":
+        """The same memory for a program that sees something else than whole parameters: slots of its own."""
+        view = Memory()
+        view._slots, view._scope = self._slots, f"{self._scope}{scope}: "
+        return view
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of everything kept, by parameter name, then slot."""

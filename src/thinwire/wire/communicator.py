@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from thinwire.errors import ProgramError, WireError
-from thinwire.wire.agree import Meeting
+from thinwire.wire.agree import Meeting, ranks_text
 from thinwire.wire.ops import (
     AllGather,
     AllReduce,
@@ -22,13 +22,15 @@ from thinwire.wire.ops import (
     Reduce,
     ReduceScatter,
 )
-from thinwire.wire.simulate import exchange
+from thinwire.wire.simulate import deliver
 
 # torch 2.13 renamed these two and warns about the old names; older versions have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FUTURE_POLL = 0.0005
+_WORTH_HALVING = 1 << 16
+"""Bytes from which two collectives side by side are faster than one."""
 _ROLL_CALL = timedelta(seconds=3)
 
 
@@ -58,24 +60,25 @@ class Communicator:
         self.meeting = Meeting(parent)
         self._parent = parent
         self._group: dist.ProcessGroup | None = None
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def open(self) -> None:
         """Make the process group; the second call does nothing."""
         if self.size == 1 or self._group is not None:
             return
-        try:
-            self._group = _new_group(self._parent, self.meeting, self.limit - self.roll_call)
-        except RuntimeError as error:
-            raise WireError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+        name = f"thinwire_{self.meeting.count('group')}"
+        self._group = self._connect(self._parent, range(self.size), name)
         self.meeting = Meeting(self._group)
 
     def close(self) -> None:
         """Leave the process group; collectives still under way on other ranks fail there."""
-        group, self._group = self._group, None
-        # The user's own dist.destroy_process_group() may have come first.
-        if group is not None and group in distributed_c10d._world.pg_map:
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
+        groups = [*self._subgroups.values(), *([self._group] if self._group else [])]
+        self._group, self._subgroups = None, {}
+        for group in groups:
+            # The user's own dist.destroy_process_group() may have come first.
+            if group in distributed_c10d._world.pg_map:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    dist.destroy_process_group(group)
 
     def issue(self, op: Collective | Await) -> Pending:
         """Put a collective on the wire and return at once."""
@@ -83,68 +86,112 @@ class Communicator:
             return _PendingFuture(op.future, self.limit)
         if not isinstance(op, Collective):
             raise ProgramError(f"a program yielded {op!r}: it must yield collectives of thinwire.wire.ops")
-        op.check(self.size)
-        if self.size == 1 or op.tensor.numel() == 0:
-            return _Arrived(exchange([op] * self.size)[self.rank])
+        rank, size = op.place(self.rank, self.size)
+        op.check(size)
+        if size == 1 or op.tensor.numel() == 0:
+            return _Arrived(deliver(op, [op.tensor] * size)[rank])
         if self._group is None:
             raise WireError(f"{op} was issued on a closed wire: its DDP model is gone")
-        return self._start(op, self._group)
+        group = self._group if op.ranks is None else self._among(op.ranks, self._group)
+        if op.tensor.device.type == "cpu" and isinstance(op, AllGather | AllToAll | ReduceScatter):
+            return _exchange_rows(op, group, size)
+        return _start(op, group, size)
 
-    def _start(self, op: Collective, group: dist.ProcessGroup) -> Pending:
-        tensor = _carrier(op)
-        match op:
-            case AllReduce():
-                return _PendingWork(dist.all_reduce(tensor, group=group, async_op=True), op.tensor)
-            case AllGather():
-                gathered = op.tensor.new_empty((self.size, *op.tensor.shape))
-                work = _all_gather(_as(tensor, gathered).flatten(), tensor.flatten(), group, True)
-                return _PendingWork(work, gathered)
-            case AllToAll():
-                received = torch.empty_like(op.tensor)
-                work = dist.all_to_all_single(_as(tensor, received), tensor, group=group, async_op=True)
-                return _PendingWork(work, received)
-            case ReduceScatter():
-                return self._reduce_scatter(tensor, op.tensor, group)
-            case Reduce(dst=dst):
-                work = dist.reduce(tensor, group=group, group_dst=dst, async_op=True)
-                return _PendingWork(work, op.tensor)
-            case Broadcast(src=src):
-                work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
-                return _PendingWork(work, op.tensor)
-        raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.wire.ops")
+    def _among(self, ranks: tuple[int, ...], whole: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The process group of some of the ranks; they make it together the first time it is asked for."""
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = self._connect(whole, ranks, f"among_{'_'.join(map(str, ranks))}")
+        return self._subgroups[ranks]
 
-    def _reduce_scatter(
-        self, tensor: torch.Tensor, original: torch.Tensor, group: dist.ProcessGroup
-    ) -> Pending:
-        own = torch.empty_like(original[0])
-        if tensor.device.type != "cpu":
-            return _PendingWork(_reduce_scatter(_as(tensor, own), tensor, group=group, async_op=True), own)
-        # Gloo's own reduce_scatter sends a whole all-reduce (measured: twice these bytes).
-        rows = torch.empty_like(original)
-        work = dist.all_to_all_single(_as(tensor, rows), tensor, group=group, async_op=True)
-        return _PendingWork(work, rows, lambda: torch.sum(rows, 0, dtype=rows.dtype, out=own))
+    def _connect(self, whole: dist.ProcessGroup, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        try:
+            return _new_group(whole, ranks, name, self.meeting.store, self.limit - self.roll_call)
+        except RuntimeError as error:
+            raise WireError(
+                f"rank {self.rank} could not connect to {ranks_text(list(ranks))}: {error}"
+            ) from error
 
 
-def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) -> dist.ProcessGroup:
-    """A process group over the ranks of `parent`, with no other rank's help.
+def _exchange_rows(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
+    """On Gloo: what is large goes as two collectives side by side.
+
+    One alone leaves a direction of the link idle part of the time (docs/design/decisions.md). And Gloo's own
+    reduce-scatter sends a whole all-reduce, so it is an all-to-all and a sum.
+    """
+    carrier = _carrier(op)
+    gather = isinstance(op, AllGather)
+    flat = carrier.view(-1) if gather else carrier.view(size, -1)
+    halves = flat.chunk(2, dim=-1) if op.nbytes >= _WORTH_HALVING else [flat]
+    works, received = [], []
+    for half in halves:
+        rows = half.new_empty((size, half.shape[-1]))
+        if gather:
+            works.append(_all_gather(rows.view(-1), half, group, True))
+        else:
+            works.append(dist.all_to_all_single(rows, half.contiguous(), group=group, async_op=True))
+        received.append(rows)
+
+    def result() -> torch.Tensor:
+        joined = received[0] if len(received) == 1 else torch.cat(received, dim=1)
+        back = (
+            torch.view_as_complex(joined.view(size, -1, 2))
+            if op.tensor.is_complex()
+            else joined.view(op.tensor.dtype)
+        )
+        rows = back.view(size, *(op.tensor.shape if gather else op.tensor.shape[1:]))
+        return rows.sum(0, dtype=rows.dtype) if isinstance(op, ReduceScatter) else rows
+
+    return _Later(works, result)
+
+
+def _start(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
+    tensor = _carrier(op)
+    match op:
+        case AllReduce():
+            return _Later([dist.all_reduce(tensor, group=group, async_op=True)], lambda: op.tensor)
+        case AllGather():
+            gathered = op.tensor.new_empty((size, *op.tensor.shape))
+            work = _all_gather(_as(tensor, gathered).flatten(), tensor.flatten(), group, True)
+            return _Later([work], lambda: gathered)
+        case AllToAll():
+            received = torch.empty_like(op.tensor)
+            work = dist.all_to_all_single(_as(tensor, received), tensor, group=group, async_op=True)
+            return _Later([work], lambda: received)
+        case ReduceScatter():
+            own = torch.empty_like(op.tensor[0])
+            work = _reduce_scatter(_as(tensor, own), tensor, group=group, async_op=True)
+            return _Later([work], lambda: own)
+        case Reduce(dst=dst):
+            work = dist.reduce(tensor, group=group, group_dst=dst, async_op=True)
+            return _Later([work], lambda: op.tensor)
+        case Broadcast(src=src):
+            work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+            return _Later([work], lambda: op.tensor)
+    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.wire.ops")
+
+
+def _new_group(
+    parent: dist.ProcessGroup, members: Sequence[int], name: str, store: dist.Store, limit: timedelta
+) -> dist.ProcessGroup:
+    """A process group over some ranks of `parent`, with no other rank's help.
 
     `dist.new_group` needs every rank of the world, or with `use_local_synchronization` takes its name from
     the number of groups alive in this process: ranks that drop a model at different times, or that belong
     to different numbers of subgroups, then wait for each other under different names, and a name used again
-    meets the old group's addresses in the store. So the name is ours: it counts the groups made over
-    `parent` in the life of its store.
+    meets the old group's addresses in the store. So the name is ours, and used once in the life of `store`.
     """
-    ranks = dist.get_process_group_ranks(parent)
+    everybody = dist.get_process_group_ranks(parent)
+    ranks = [everybody[member] for member in members]
     backend = dist.get_backend(parent)
-    name: Any = f"{parent.group_name}_thinwire_{meeting.count('group')}"  # newer torch types names
+    full_name: Any = f"{parent.group_name}_{name}"  # newer torch types names
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        parent.rank(),
+        ranks.index(everybody[parent.rank()]),
         ranks,
         dist.get_backend_config(parent) if backend == dist.Backend.UNDEFINED else backend,
-        meeting.store,
-        name,
+        store,
+        full_name,
         timeout=limit,
         group_desc="thinwire",
     )
@@ -152,19 +199,21 @@ def _new_group(parent: dist.ProcessGroup, meeting: Meeting, limit: timedelta) ->
     return group
 
 
-class _PendingWork:
-    def __init__(self, work: dist.Work | None, value: Any, finish: Callable[[], Any] | None = None) -> None:
-        assert work is not None, "torch.distributed returns no work to ranks outside the group"
-        self._work = work
+class _Later:
+    """Torch's works, and what comes of them."""
+
+    def __init__(self, works: Sequence[dist.Work | None], value: Callable[[], Any]) -> None:
+        self._works = [work for work in works if work is not None]
+        assert len(self._works) == len(works), "torch.distributed returns no work to ranks outside the group"
         self._value = value
-        self._finish = finish
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Any:
-        self._work.wait()
-        return self._finish() if self._finish else self._value
+        for work in self._works:
+            work.wait()
+        return self._value()
 
 
 class _PendingFuture:

@@ -97,7 +97,7 @@ class StepTrace:
 
     def issued(self, bucket: int, stage: int, op: Collective | Await) -> OpRecord:
         """Book a collective at the moment it goes out."""
-        sent = 0 if isinstance(op, Await) else op.bytes_sent(self._rank, self._size)
+        sent = 0 if isinstance(op, Await) else op.bytes_sent(*op.place(self._rank, self._size))
         record = OpRecord(bucket, stage, type(op).__name__, sent, issued=time.perf_counter())
         self._ops.append(record)
         return record

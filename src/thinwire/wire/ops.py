@@ -3,6 +3,9 @@
 Each is a frozen description; the engine hands its tensors to torch.distributed and sends the result back
 into the program. Sums are plain sums: divide by the world size yourself, and where it is safest.
 
+With `ranks=` a collective is among those ranks only; W is their number, and `dst`, `src` and rows count
+within them. All ranks take the same turn, each with a collective among ranks that it belongs to.
+
 | yield              | every rank receives                                  | bytes sent by a rank      |
 |--------------------|------------------------------------------------------|---------------------------|
 | `AllReduce(t)`     | the sum, in `t` itself                               | 2 (W-1)/W of `t`          |
@@ -16,7 +19,7 @@ into the program. Sums are plain sums: divide by the world size yourself, and wh
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -26,13 +29,25 @@ from thinwire.errors import ProgramError
 
 @dataclass(frozen=True, eq=False)
 class Collective(ABC):
-    """What all collectives have: one contiguous tensor."""
+    """What all collectives have: one contiguous tensor, and the ranks it is among (None: all)."""
 
     tensor: torch.Tensor
+    ranks: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
-        return f"{type(self).__name__} of {shape} {str(self.tensor.dtype).removeprefix('torch.')}"
+        among = "" if self.ranks is None else f" among ranks {', '.join(map(str, self.ranks))}"
+        return f"{type(self).__name__} of {shape} {str(self.tensor.dtype).removeprefix('torch.')}{among}"
+
+    def place(self, rank: int, size: int) -> tuple[int, int]:
+        """A rank of the whole group as a rank among those that take part, and their number."""
+        ranks = range(size) if self.ranks is None else self.ranks
+        if rank not in ranks or list(ranks) != sorted({*ranks} & {*range(size)}):
+            raise ProgramError(
+                f"rank {rank} issues {self}: ranks must be rising numbers from 0 to {size - 1}, this rank"
+                " among them"
+            )
+        return ranks.index(rank), len(ranks)
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +152,20 @@ class Await:
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[Collective | Await, Any, Result]
 """A program under way: yields collectives, receives what they deliver, returns its result."""
+
+
+def among(ranks: tuple[int, ...], steps: Steps[Result]) -> Steps[Result]:
+    """A program's collectives, each among these ranks only: what it takes for rank `i` is `ranks[i]`."""
+    received = None
+    while True:
+        try:
+            op = steps.send(received)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        if isinstance(op, Collective):
+            op = replace(op, ranks=tuple(ranks[rank] for rank in op.ranks or range(len(ranks))))
+        received = yield op
 
 
 def _check_rank(name: str, value: int, size: int) -> None:

@@ -1,8 +1,11 @@
 """Many tensors in one flat buffer, so that one collective carries them all."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+
+from thinwire.errors import ProgramError
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -23,3 +26,69 @@ def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Te
     sizes = [torch.Size(shape) for shape in shapes]
     pieces = flat.split([size.numel() for size in sizes])
     return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
+
+
+_ALIGNED = 8
+"""Bytes that every tensor in a row of bytes begins at a multiple of, so that it can be read in place."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors of different dtypes stand in one row of bytes.
+
+    >>> parts = (torch.tensor([0.5]), torch.tensor([[1, 2]], dtype=torch.uint8))
+    >>> layout = Layout.of(parts)
+    >>> layout.read(layout.write(parts, layout.rows(1)[0]))
+    (tensor([0.5000]), tensor([[1, 2]], dtype=torch.uint8))
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor]) -> "Layout":
+        """For tensors like these."""
+        return cls(tuple(part.dtype for part in parts), tuple(part.shape for part in parts), parts[0].device)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of a row."""
+        return sum(end for _, end in self._places()[-1:])
+
+    def rows(self, count: int) -> torch.Tensor:
+        """So many empty rows."""
+        return torch.zeros(count, self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def write(self, parts: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        """Copy the tensors into a row, and return it."""
+        if Layout.of(parts) != self:
+            raise ProgramError(
+                f"a codec's encoding changed from {self} to {Layout.of(parts)}: its form may depend on"
+                " how many numbers there are, but not on what they are"
+            )
+        for place, part in zip(self.read(row), parts, strict=True):
+            place.copy_(part)
+        return row
+
+    def read(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of a row, sharing its memory."""
+        return tuple(
+            row[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            if shape.numel()
+            else row.new_empty(shape, dtype=dtype)
+            for (start, _), dtype, shape in zip(self._places(), self.dtypes, self.shapes, strict=True)
+        )
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Begin and end of every tensor, with the room after it."""
+        places, end = [], 0
+        for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
+            size = -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+            places.append((end, end + size))
+            end += size
+        return places
+
+    def __str__(self) -> str:
+        kinds = zip(self.dtypes, self.shapes, strict=True)
+        return " + ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in kinds)

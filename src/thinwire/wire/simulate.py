@@ -26,21 +26,31 @@ from thinwire.wire.schedule import Agenda
 
 def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
     """What each rank receives when rank `r` issues `ops[r]`."""
-    first = ops[0]
-    if isinstance(first, Await):
+    if isinstance(ops[0], Await):
         return [op.future.wait() for op in ops if isinstance(op, Await)]
+    received: list[Any] = [None] * len(ops)
     for rank, op in enumerate(ops):
-        if str(op) != str(first):
+        if isinstance(op, Collective) and op.place(rank, len(ops))[0] == 0:
+            ranks = range(len(ops)) if op.ranks is None else op.ranks
+            for peer, delivered in zip(ranks, _exchange_among(ranks, ops), strict=True):
+                received[peer] = delivered
+    return received
+
+
+def _exchange_among(ranks: Sequence[int], ops: Sequence[Collective | Await]) -> list[torch.Tensor]:
+    first = ops[ranks[0]]
+    for rank in ranks:
+        if str(ops[rank]) != str(first):
             raise ProgramError(
-                f"rank 0 issues {first}, rank {rank} issues {op}: a program may branch only on what"
-                " every rank has (reduced values, shapes, configuration, the step)"
+                f"rank {ranks[0]} issues {first}, rank {rank} issues {ops[rank]}: a program may branch only"
+                " on what every rank has (reduced values, shapes, configuration, the step)"
             )
-    tensors = [op.tensor for op in ops if isinstance(op, Collective)]
-    first.check(len(tensors))
-    return _deliver(first, tensors)
+    among = [op for op in (ops[rank] for rank in ranks) if isinstance(op, Collective)]
+    among[0].check(len(among))
+    return deliver(among[0], [op.tensor for op in among])
 
 
-def _deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The semantics of each collective, on all ranks' tensors at once."""
     match op:
         case AllReduce():

@@ -1,0 +1,89 @@
+"""Whole numbers of 8 or 4 bits, with a scale for every block."""
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.codec import TINY, BlockCodec, Parts, check_block, scale_of
+from thinwire.errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(BlockCodec):
+    """Rounds to whole multiples of a block's own scale.
+
+        symmetric   x = scale * code            scale = max|x| / 127         (7 with 4 bits)
+        affine      x = low + scale * code      scale = (max x - low) / 255  (15)
+
+    The error of a number is at most half its block's scale. Blocks with an infinite or NaN number decode to
+    NaN; blocks whose numbers all are below 1e-35 to zero.
+
+    Args:
+        bits: 8, or 4: two to a byte.
+        block: Numbers that share a scale: small blocks are more accurate, and each costs 4 bytes (affine: 8).
+        affine: Spend the codes on the range that the block has, rather than on one symmetric about zero.
+            Better for numbers of one sign, no better for gradients.
+        stochastic: Round up or down at random, so that the mean over many roundings is exact.
+        seed: Of the random numbers.
+
+    >>> codec = Quantize(bits=8)
+    >>> codec.decode(codec.encode(torch.tensor([127.0, -3.2])), into=torch.empty(2))
+    tensor([127.,  -3.])
+    """
+
+    bits: int = 8
+    block: int = 256
+    affine: bool = False
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise OptionError(f"bits={self.bits!r} must be 8 or 4: codes fill bytes, or halves of bytes")
+        check_block(self.block, of=8 // self.bits)
+
+    @property
+    def wire_bits(self) -> float:
+        """The codes', and a block's share of its scale (and offset)."""
+        return self.bits + (64 if self.affine else 32) / self.block
+
+    def encode_blocks(self, x: torch.Tensor) -> Parts:
+        """Scales, offsets if affine, codes."""
+        if self.affine:
+            low = x.amin(1, keepdim=True)
+            levels = 2**self.bits - 1
+            scale = (x.amax(1, keepdim=True) - low) / levels
+            codes = self._rounded(x.sub_(low).mul_(torch.where(scale > TINY, 1 / scale, 0.0)))
+            return scale, low, self._packed(codes.clamp_(0, levels).to(torch.uint8))
+        scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
+        return scale, self._packed(self._rounded(x.mul_(inverse)).to(torch.int8))
+
+    def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
+        """Codes times scales."""
+        self._unpack(parts[-1], out)
+        out.mul_(parts[0])
+        if self.affine:
+            out.add_(parts[1])
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.stochastic:
+            return x.round_()
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        most = 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
+        return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_().clamp_(max=most)
+
+    def _packed(self, codes: torch.Tensor) -> torch.Tensor:
+        """With 4 bits, the first half of a block in the lower halves of bytes, the second in the upper."""
+        if self.bits == 8:
+            return codes
+        low, high = codes.chunk(2, dim=1)
+        return low.bitwise_and(15).add_(high, alpha=16)
+
+    def _unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        """Shifts keep the sign of signed codes."""
+        if self.bits == 8:
+            out.copy_(codes)
+            return
+        low, high = out.chunk(2, dim=1)
+        low.copy_((codes << 4) >> 4)
+        high.copy_(codes >> 4)

@@ -1,0 +1,172 @@
+"""What a codec must do to be used on gradients."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from thinwire.codecs.codec import Codec, Parts, reseeded
+from thinwire.programs.allreduce import Reduced
+from thinwire.programs.error_feedback import ErrorFeedback
+from thinwire.programs.gathered import Gathered
+from thinwire.programs.program import Program
+from thinwire.programs.twoshot import TwoShot
+from thinwire.testing.program import check_program
+
+_SIZES = (0, 1, 2, 7, 8, 9, 63, 255, 256, 257, 1000, 4099)
+_MANY = 1 << 16
+
+
+def check_codec(codec: Codec) -> None:
+    """Run a codec through the battery; AssertionError says which rule it breaks, and how.
+
+    Any number of numbers, shapes and dtypes; zeros stay zeros; an encoding's form depends on its length
+    alone; an overflow cannot hide; bytes are as `wire_bits` promises; with error feedback everything arrives
+    in the end; four simulated ranks agree and lose nothing.
+
+    Example::
+
+        thinwire.testing.check_codec(thinwire.Quantize(bits=4))
+    """
+    for check in _CHECKS:
+        check(codec)
+
+
+def programs_for(codec: Codec) -> list[Program]:
+    """The exchanges that a codec is made for."""
+    seeded = hasattr(codec, "seed")
+    alone: list[Program] = [] if codec.additive and seeded else [TwoShot(codec), Gathered(codec)]
+    return [*alone, *([Reduced(codec)] if codec.additive else [])]
+
+
+def _round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    return codec.decode(codec.encode(x), torch.empty_like(x))
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _form(parts: Parts) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(part.dtype, part.shape) for part in parts]
+
+
+def _any_size(codec: Codec) -> None:
+    for size in _SIZES:
+        x = _numbers(size)
+        before, parts = x.clone(), codec.encode(x)
+        assert torch.equal(x, before), f"{codec} changes its input, of {size} numbers"
+        assert all(part.data_ptr() != x.data_ptr() for part in parts if part.numel()), (
+            f"{codec} returns its input"
+        )
+        into = torch.full((size,), math.nan)
+        assert codec.decode(parts, into) is into, f"{codec} does not return `into`"
+        assert into.isfinite().all(), f"{codec} leaves some of {size} numbers unwritten, or not finite"
+
+
+def _any_shape_and_dtype(codec: Codec) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = _numbers(5, 3, 7, dtype=dtype)
+        back, flat = _round_trip(codec, x), _round_trip(codec, x.flatten())
+        assert (back.shape, back.dtype) == (x.shape, dtype), f"{codec} turns {dtype} into {back.dtype}"
+        assert torch.equal(back.flatten(), flat), f"{codec} minds the shape of {dtype}"
+        single = _round_trip(codec, x.flatten().float()).to(dtype)
+        assert torch.equal(flat, single), (
+            f"{codec} encodes {dtype} otherwise than the same numbers in float32"
+        )
+
+
+def _zeros(codec: Codec) -> None:
+    for size in _SIZES:
+        back = _round_trip(codec, torch.zeros(size))
+        assert not back.any(), f"{codec} makes something of {size} zeros: {back[:5]}"
+
+
+def _extremes(codec: Codec) -> None:
+    for factor in (1e-45, 1e-38, 1e-20, 1e4):
+        back = _round_trip(codec, factor * _numbers(1000).clamp(-4, 4))
+        assert back.isfinite().all(), f"{codec} makes {back} of numbers about {factor:g}"
+        assert back.abs().max() <= 8 * factor, (
+            f"{codec} makes {back.abs().max():g} of numbers about {factor:g}"
+        )
+
+
+def _form_depends_on_length_alone(codec: Codec) -> None:
+    for size in _SIZES:
+        forms = [
+            _form(codec.encode(x)) for x in (_numbers(size), torch.zeros(size), torch.full((size,), 1e30))
+        ]
+        assert forms[0] == forms[1] == forms[2], f"{codec} encodes {size} numbers in different forms: {forms}"
+
+
+def _overflow_shows(codec: Codec) -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        for place in (0, 500, 999):
+            x = _numbers(1000)
+            x[place] = bad
+            assert not _round_trip(codec, x).isfinite().all(), (
+                f"{codec} hides {bad} at {place}: ranks would miss it"
+            )
+
+
+def _bytes_as_promised(codec: Codec) -> None:
+    parts = codec.encode(_numbers(_MANY))
+    bits = 8 * sum(part.numel() * part.element_size() for part in parts) / _MANY
+    promised = codec.wire_bits
+    assert abs(bits - promised) <= 0.02 * promised, (
+        f"{codec} promises {promised} bits a number and takes {bits}"
+    )
+
+
+def _adding_is_decoding(codec: Codec) -> None:
+    for size in (1, 257, 4099):
+        parts, start = codec.encode(_numbers(size)), torch.full((size,), 3.0)
+        expected = start - 0.5 * codec.decode(parts, torch.empty(size))
+        codec.add(parts, start, -0.5)
+        assert torch.allclose(start, expected, atol=1e-6), f"{codec} adds something else than it decodes"
+
+
+def _sums_where_it_says_so(codec: Codec) -> None:
+    if codec.additive:
+        a, b = _numbers(1000), _numbers(1000).flip(0)
+        total = tuple(one + other for one, other in zip(codec.encode(a), codec.encode(b), strict=True))
+        apart = _round_trip(codec, a) + _round_trip(codec, b)
+        together = codec.decode(total, torch.empty(1000))
+        error = (together - apart).norm() / apart.norm()
+        assert error < 0.01, f"{codec} says that its encodings add up, but they are off by {error:.1%}"
+
+
+def _feedback_gets_everything_across(codec: Codec) -> None:
+    """Send the same numbers again and again: their mean must arrive."""
+    x, steps = _numbers(256), 1000
+    residual, arrived = torch.zeros(256), torch.zeros(256)
+    for step in range(steps):
+        drawn = reseeded(codec, step)
+        residual += x
+        sent = drawn.decode(drawn.encode(residual), torch.empty(256))
+        residual -= sent
+        arrived += sent
+    error = (arrived / steps - x).norm() / x.norm()
+    assert error < 0.25, f"{codec} with error feedback is still off by {error:.0%} after {steps} steps"
+
+
+def _four_ranks(codec: Codec) -> None:
+    for program in programs_for(codec):
+        loses = 0.005 if isinstance(program, Reduced) else 1e-5
+        check_program(program, loses=loses)
+        check_program(ErrorFeedback(program), loses=loses)
+
+
+_CHECKS: tuple[Callable[[Codec], None], ...] = (
+    _any_size,
+    _any_shape_and_dtype,
+    _zeros,
+    _extremes,
+    _form_depends_on_length_alone,
+    _overflow_shows,
+    _bytes_as_promised,
+    _adding_is_decoding,
+    _sums_where_it_says_so,
+    _feedback_gets_everything_across,
+    _four_ranks,
+)

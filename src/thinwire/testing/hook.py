@@ -1,0 +1,163 @@
+"""What a communication hook must do on real ranks: for anybody's hooks, thinwire's or not."""
+
+import math
+import multiprocessing
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class HookReport:
+    """What `check_hook` saw.
+
+    Attributes:
+        errors: Of each step, how far the gradients were from the exact mean, relative to its norm.
+    """
+
+    errors: tuple[float, ...]
+
+
+def check_hook(
+    register: Callable[[DistributedDataParallel], Any],
+    *,
+    ranks: int = 2,
+    steps: int = 6,
+    tolerance: float = 0.05,
+    seconds: float = 60,
+) -> HookReport:
+    """Train on real Gloo ranks with a hook, many buckets and random delays.
+
+    Every rank must end each backward with the same gradients, bit by bit, within `tolerance` of the exact
+    mean of the same step, and in time. AssertionError says what went wrong.
+
+    Args:
+        register: Gives a DDP model its hook; a function of a module, since other processes import it.
+        ranks: Processes to start.
+        steps: Backward passes.
+        tolerance: The distance allowed, relative to the mean's norm.
+        seconds: After which a run is taken for a hang.
+
+    Example::
+
+        def register(ddp):
+            ddp.register_comm_hook(None, my_hook)
+
+        if __name__ == "__main__":
+            print(thinwire.testing.check_hook(register))
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_train,
+                args=(register, rank, ranks, steps, str(Path(folder, "store")), seconds, sender),
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            results = _collect(pipes, seconds)
+        finally:
+            for started in processes:
+                started.kill()
+                started.join()
+    return _judge(results, tolerance)
+
+
+def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
+    results: list[Any] = []
+    deadline = time.monotonic() + seconds
+    for rank, pipe in enumerate(pipes):
+        assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs after {seconds:g} s"
+        try:
+            results.append(pipe.recv())
+        except EOFError:
+            raise AssertionError(f"rank {rank} died: the hook aborts the process") from None
+        assert not isinstance(results[rank], str), f"rank {rank} raised:\n{results[rank]}"
+    return results
+
+
+def _judge(results: list[Any], tolerance: float) -> HookReport:
+    errors = []
+    for step, by_rank in enumerate(zip(*results, strict=True)):
+        received = [torch.as_tensor(gradients) for gradients, _ in by_rank]
+        for rank, gradients in enumerate(received):
+            assert torch.equal(gradients, received[0]), (
+                f"step {step}: ranks 0 and {rank} hold different gradients"
+            )
+        exact = torch.stack([torch.as_tensor(own) for _, own in by_rank]).double().mean(0)
+        errors.append(float((received[0] - exact).norm() / exact.norm()))
+        assert math.isfinite(errors[-1]), f"step {step}: the gradients are not finite"
+        assert errors[-1] <= tolerance, (
+            f"step {step}: the gradients are off by {errors[-1]:.2%} of the exact mean, more than the"
+            f" {tolerance:.2%} allowed"
+        )
+    return HookReport(tuple(errors))
+
+
+def _train(
+    register: Callable[[DistributedDataParallel], Any],
+    rank: int,
+    ranks: int,
+    steps: int,
+    store: str,
+    seconds: float,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=seconds),
+        )
+        pipe.send(_gradients(register, rank, steps))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _gradients(register: Callable[[DistributedDataParallel], Any], rank: int, steps: int) -> list[Any]:
+    """Of each step: the averaged gradients, and this rank's own before averaging, as plain arrays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(module for _ in range(6) for module in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    chance = random.Random(rank)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: time.sleep(chance.uniform(0, 0.002)))
+    register(ddp)
+    results = []
+    for step in range(steps):
+        batch = torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+        own = torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+        model.zero_grad()
+        ddp(batch).square().mean().backward()
+        averaged = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append((_flat(averaged), _flat(own)))
+    return results
+
+
+def _flat(tensors: Any) -> Any:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()

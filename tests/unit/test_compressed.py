@@ -1,0 +1,325 @@
+"""Programs made of codecs, on simulated ranks: the same everywhere, exact where they can be, nothing lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thinwire
+from thinwire import (
+    AcrossNodes,
+    Bucket,
+    Cast,
+    ErrorFeedback,
+    Exact,
+    Float8,
+    Gathered,
+    Int4,
+    Int8,
+    LargestEntries,
+    Memory,
+    OptionError,
+    Outcome,
+    Partition,
+    PowerSGD,
+    Program,
+    ProgramError,
+    Quantize,
+    RandomEntries,
+    RandomK,
+    Reduced,
+    Sign,
+    SignBits,
+    Steps,
+    TopK,
+    TwoShot,
+    Warmup,
+)
+from thinwire.programs.program import RESIDUAL, check_shapes
+from thinwire.testing import SimulatedRanks, check_program
+from thinwire.wire.ops import Collective
+
+PRESETS = [
+    Int8(),
+    Int8(stochastic=True),
+    Int8(error_feedback=False),
+    Int4(),
+    thinwire.FP8(),
+    thinwire.FP8("e5m2"),
+    Sign(),
+    TopK(0.1),
+    RandomK(0.25),
+    ErrorFeedback(TwoShot(LargestEntries(ratio=0.1, block=64))),
+    Warmup(Int8(), steps=2),
+    Partition([("bias", Exact()), ("w*", Int4())], default=TopK()),
+    ErrorFeedback(Partition([("bias", Exact())], default=TwoShot(SignBits()))),
+    AcrossNodes(Int8(), node_size=2),
+    AcrossNodes(PowerSGD(rank=2, min_compression=1), node_size=2),
+]
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("program", PRESETS, ids=str)
+def test_every_program_passes_the_battery(program: Program) -> None:
+    check_program(program)
+
+
+codecs = st.sampled_from(
+    [
+        Quantize(block=16),
+        Quantize(bits=4, block=8),
+        Quantize(affine=True, block=24),
+        Quantize(stochastic=True, block=8),
+        Float8(block=16),
+        SignBits(block=8),
+        LargestEntries(ratio=0.2, block=10),
+        Cast(torch.bfloat16),
+    ]
+)
+
+
+@given(
+    codecs, st.sampled_from([TwoShot, Gathered]), st.integers(1, 7), st.integers(0, 90), st.integers(0, 99)
+)
+def test_any_number_of_ranks_agrees_and_accounts_for_everything(
+    codec: Any, exchange: Callable[[Any], Program], count: int, length: int, seed: int
+) -> None:
+    ranks = SimulatedRanks(exchange(codec), {"p": (length,)}, count)
+    gradients = list(normal(seed, count, length))
+    outcomes = ranks.step(gradients, track_error=True)
+    errors = torch.stack([outcome.error for outcome in outcomes if outcome.error is not None])
+    assert errors.shape == (count, length)
+    for outcome in outcomes:
+        assert torch.equal(outcome.mean, outcomes[0].mean)
+    accounted = outcomes[0].mean + errors.mean(0)
+    torch.testing.assert_close(accounted, torch.stack(gradients).mean(0), atol=1e-5, rtol=1e-5)
+    untracked = ranks.step(gradients) if not hasattr(codec, "seed") else outcomes
+    assert torch.equal(untracked[0].mean, outcomes[0].mean), "whether errors are tracked must not matter"
+
+
+@given(st.integers(1, 7), st.integers(1, 200), st.sampled_from([4, 8]), st.integers(0, 99))
+def test_the_mean_is_exact_for_what_the_codec_can_represent(
+    count: int, length: int, bits: int, seed: int
+) -> None:
+    """Whole numbers in a block that also holds the largest code: its scale is 1."""
+    most = 2 ** (bits - 1) - 1
+    x = torch.randint(-most, most + 1, (length,), generator=torch.Generator().manual_seed(seed)).float()
+    x[::8] = most
+    program = TwoShot(Quantize(bits=bits, block=8))
+    for outcome in SimulatedRanks(program, {"p": (length,)}, count).step([x.clone() for _ in range(count)]):
+        assert torch.equal(outcome.mean, x)
+
+
+def test_sparse_entries_of_different_ranks_add_up_where_they_meet() -> None:
+    mine, yours = torch.zeros(100), torch.zeros(100)
+    mine[3], mine[50], yours[3], yours[70] = 4.0, 2.0, 6.0, -8.0
+    program = Gathered(LargestEntries(ratio=0.02, block=100))
+    mean = SimulatedRanks(program, {"p": (100,)}, 2).step([mine, yours])[0].mean
+    assert {int(place): float(mean[place]) for place in mean.nonzero()} == {3: 5.0, 50: 1.0, 70: -4.0}
+
+
+@given(
+    st.sampled_from([Int8(), Int4(), Sign(keep=1.0), TopK(0.1), RandomK(0.2), thinwire.FP8()]),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_feedback_delays_but_never_loses(program: Program, count: int, seed: int) -> None:
+    ranks = SimulatedRanks(program, {"a": (7, 5), "b": (13,)}, count)
+    given_sum, applied = torch.zeros(48), torch.zeros(48)
+    for step in range(12):
+        gradients = list(normal(1000 * seed + step, count, 48))
+        given_sum += torch.stack(gradients).mean(0)
+        applied += ranks.step(gradients)[0].mean
+    residual = torch.stack([ranks.kept(rank, RESIDUAL) for rank in range(count)]).mean(0)
+    torch.testing.assert_close(applied + residual, given_sum, atol=1e-4, rtol=1e-4)
+
+
+def test_half_precision_gradients_have_a_float32_residual() -> None:
+    ranks = SimulatedRanks(Int4(), {"p": (64,)}, 2)
+    outcome = ranks.step([normal(0, 64).bfloat16(), normal(1, 64).bfloat16()])[0]
+    assert outcome.mean.dtype == torch.bfloat16
+    assert ranks.kept(0, RESIDUAL).dtype == torch.float32
+
+
+def test_the_residual_outlives_a_change_of_program() -> None:
+    ranks = SimulatedRanks(Int4(), {"p": (64,)}, 2)
+    ranks.step(list(normal(0, 2, 64)))
+    kept = torch.stack([ranks.kept(rank, RESIDUAL) for rank in range(2)])
+    ranks.program = Int8()
+    mean = ranks.step([torch.zeros(64), torch.zeros(64)])[0].mean
+    torch.testing.assert_close(mean, kept.mean(0), atol=0.01, rtol=0.02)
+
+
+def sent_by(program: Program, world: int, length: int) -> int:
+    """Bytes that rank 0 sends in a step."""
+    total = 0
+
+    def counted(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        nonlocal total
+        steps, received = program(bucket, memory), None
+        while True:
+            try:
+                op = steps.send(received)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            if bucket.rank == 0 and isinstance(op, Collective):
+                total += op.bytes_sent(*op.place(0, world))
+            received = yield op
+
+    SimulatedRanks(counted, {"p": (length,)}, world).step(list(normal(0, world, length)))
+    return total
+
+
+@pytest.mark.parametrize(("world", "most"), [(4, 0.55), (8, 0.3)])
+@pytest.mark.parametrize("program", [Int8(), TwoShot(Quantize(affine=True)), thinwire.FP8()], ids=str)
+def test_bytes_do_not_grow_with_the_ranks_as_those_of_torchs_hooks_do(
+    program: Program, world: int, most: float
+) -> None:
+    length = 100_000
+    torchs = (length + 8) * (world - 1)  # an all-gather of bytes, and of a scale and a zero point
+    assert sent_by(program, world, length) <= most * torchs
+    assert sent_by(program, 16, length) <= 2.1 * length
+
+
+def test_bytes_are_what_the_codec_promises() -> None:
+    length = 1 << 16
+    for program, codec in [
+        (Int8(), Quantize()),
+        (Int4(), Quantize(bits=4, block=64)),
+        (Sign(), SignBits(block=128)),
+    ]:
+        assert sent_by(program, 4, length) == pytest.approx(1.5 * length * codec.wire_bits / 8, rel=0.001)
+    assert sent_by(TopK(), 4, length) == pytest.approx(
+        3 * length * LargestEntries(block=1024).wire_bits / 8, rel=0.01
+    )
+    assert sent_by(RandomK(0.1), 4, length) == pytest.approx(1.5 * length * 3.2 / 8, rel=0.01)
+
+
+class Silent:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        yield from ()
+        return Outcome(bucket.buffer)
+
+    def __repr__(self) -> str:
+        return "Silent()"
+
+
+def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
+    with pytest.raises(ProgramError, match=r"Silent\(\) does not say what it failed to send"):
+        SimulatedRanks(ErrorFeedback(Silent()), {"p": (4,)}, 1).step([torch.ones(4)])
+
+
+def test_partition_gives_each_parameter_to_the_first_rule_that_fits() -> None:
+    program = Partition(
+        [("*.norm", Exact()), ("head.*", TwoShot(SignBits()))], default=TwoShot(Quantize(bits=4))
+    )
+    shapes = {"body.norm": (16,), "body.weight": (64,), "head.norm": (8,), "head.weight": (32,)}
+    gradients = list(normal(0, 2, 120))
+    exact = torch.stack(gradients).mean(0)
+    mean = SimulatedRanks(program, shapes, 2).step(gradients)[0].mean
+    parts = dict(zip(shapes, mean.split([16, 64, 8, 32]), strict=True))
+    wanted = dict(zip(shapes, exact.split([16, 64, 8, 32]), strict=True))
+    for name in ("body.norm", "head.norm"):
+        torch.testing.assert_close(parts[name], wanted[name])
+    assert parts["head.weight"].abs().unique().numel() == 2, "a magnitude for each rank's chunk"
+    assert 2 < parts["body.weight"].abs().unique().numel() <= 15, "7 steps and zero in each of two chunks"
+    assert (parts["body.weight"] - wanted["body.weight"]).abs().max() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([("conv.*", Exact())], r"the rule for 'conv\.\*' is never used: it fits no parameter .* fc.weight"),
+        ([("*", Int8()), ("fc.*", Exact())], r"the rule for 'fc\.\*' .* earlier patterns take all it fits"),
+    ],
+)
+def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> None:
+    shapes = {"fc.weight": torch.Size((2, 2)), "fc.bias": torch.Size((2,))}
+    with pytest.raises(OptionError, match=said):
+        check_shapes(Warmup(Partition(rules), steps=3), shapes)
+    check_shapes(Partition([("*.bias", Exact())]), shapes)
+
+
+@pytest.mark.parametrize("rules", ["fc", [("fc", 3)], [Exact()], [("a", Exact(), 1)]])
+def test_rules_that_are_no_rules_are_refused(rules: Any) -> None:
+    with pytest.raises(OptionError, match="pairs of a pattern and a program"):
+        Partition(rules)
+
+
+@given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (6, 3), (6, 2), (4, 4)]), st.integers(0, 99))
+def test_exact_across_nodes_is_exact(world: tuple[int, int], seed: int) -> None:
+    count, node = world
+    shapes = {"matrix": (17, 3), "wide": (2, 9), "bias": (5,), "scale": ()}
+    gradients = list(normal(seed, count, 75))
+    for outcome in SimulatedRanks(AcrossNodes(Exact(), node_size=node), shapes, count).step(gradients):
+        torch.testing.assert_close(outcome.mean, torch.stack(gradients).mean(0))
+
+
+def test_a_node_sends_others_what_one_rank_would() -> None:
+    alone, length = sent_by(TwoShot(Quantize()), 2, 1 << 16), 1 << 16
+    whole = sent_by(AcrossNodes(TwoShot(Quantize()), node_size=4), 8, length)
+    within = 2 * 3 * (4 * length // 4)  # a reduce-scatter and an all-gather of float32 in the node
+    assert whole - within == pytest.approx(alone / 4, rel=0.02)
+
+
+def test_across_nodes_keeps_its_own_slices_of_the_residual() -> None:
+    ranks = SimulatedRanks(AcrossNodes(Int4(), node_size=2), {"p": (10, 4)}, 4)
+    given_sum, applied = torch.zeros(40), torch.zeros(40)
+    for step in range(6):
+        gradients = list(normal(step, 4, 40))
+        given_sum += torch.stack(gradients).mean(0)
+        applied += ranks.step(gradients)[0].mean
+    slices = [
+        torch.stack(
+            [ranks.kept(rank, f"slice {place} of 2: {RESIDUAL}") for rank in (place, place + 2)]
+        ).mean(0)
+        for place in range(2)
+    ]
+    torch.testing.assert_close(applied + torch.cat(slices), given_sum, atol=1e-5, rtol=1e-5)
+
+
+def test_node_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert AcrossNodes(Exact()).node_size == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(
+        OptionError, match="node_size=None .* LOCAL_WORLD_SIZE, which torchrun sets, is not there"
+    ):
+        AcrossNodes(Exact())
+    with pytest.raises(OptionError, match="node_size=0 must be a whole number of ranks"):
+        AcrossNodes(Exact(), node_size=0)
+    with pytest.raises(OptionError, match="node_size=2 does not divide the 3 ranks"):
+        SimulatedRanks(AcrossNodes(Exact(), node_size=2), {"p": (4,)}, 3).step([torch.ones(4)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TopK(ratio=2), "ratio=2 must be above 0"),
+        (lambda: Int8(block=-1), "block=-1"),
+        (lambda: thinwire.FP8("e2m1"), "variant='e2m1'"),
+        (lambda: Sign(keep=0), "keep=0 must be above 0"),
+        (lambda: Reduced(Quantize()), r"codec=Quantize\(.* cannot be summed: use TwoShot"),
+        (lambda: TwoShot(RandomEntries()), r"codec=RandomEntries\(.* use Reduced\(codec\)"),
+        (lambda: Gathered(RandomEntries()), r"use Reduced\(codec\)"),
+    ],
+)
+def test_wrong_options_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        make()
+
+
+def test_ranks_round_stochastically_each_in_its_own_way() -> None:
+    """Otherwise the errors of equal gradients would not average out."""
+    program = Gathered(Quantize(bits=4, stochastic=True))
+    x = normal(0, 4000)
+    shared = SimulatedRanks(program, {"p": (4000,)}, 1).step([x])[0].mean
+    averaged = SimulatedRanks(program, {"p": (4000,)}, 4).step([x] * 4)[0].mean
+    assert (averaged - x).norm() < 0.6 * (shared - x).norm()
