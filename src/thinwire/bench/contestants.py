@@ -62,9 +62,18 @@ PROGRAMS: dict[str, TorchHook | None] = {
     "Exact": _simple(torch_hooks.allreduce_hook),
     "FP16": _simple(torch_hooks.fp16_compress_hook),
     "BF16": _simple(torch_hooks.bf16_compress_hook),
+    "Int8": None,
+    "Int4": None,
+    "FP8": None,
+    "Sign": None,
+    "TopK": None,
+    "RandomK": None,
     "PowerSGD": TorchHook(_powersgd_name, _register_powersgd, bucket_mb=100_000),
 }
-"""thinwire's programs by name, each with torch's hook for the same thing."""
+"""thinwire's programs by name, each with torch's hook for the same thing, if one runs.
+
+(torch's quantization hooks do not on Gloo; benchmarks/hooks.py mends them.)
+"""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def measure(
     steps: int,
     bucket_mb: float | None,
     on_round: OnRound,
+    *,
+    overtime: bool = True,
 ) -> list[Track]:
     """Every rank calls it; each gets the tracks of all ranks, joined."""
     start = _the_same_everywhere(workload.model().to(device()))
@@ -69,7 +71,8 @@ def measure(
             _timed_step(entry, workload, step)
         on_round("round", step + 1)
     _evaluate(running, workload, steps)
-    _go_on(running, workload, steps, on_round)
+    if overtime:
+        _go_on(running, workload, steps, on_round)
     for entry in running:
         _read_meter(entry)
     return [_join(entry.track) for entry in entries]

@@ -28,7 +28,7 @@ class LargestEntries(BlockCodec):
     """
 
     ratio: float = 0.01
-    block: int = 100
+    block: int = 1024
     values: str = "bf16"
 
     def __post_init__(self) -> None:
