@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 
 demo: $(READY)
 	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
-	    --programs "Exact,BF16,PowerSGD(rank=4,factor_dtype='bf16')"
+	    --programs "BF16,Int8,Int4,PowerSGD(rank=4,factor_dtype='bf16')"
 	$(BIN)/thinwire report demo.json
 
 test: lint system

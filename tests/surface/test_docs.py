@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thinwire
+from thinwire.testing import check_codec
 from thinwire.wire.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,14 @@ def test_the_sparse_example_loses_nothing() -> None:
         received += means[0]
     kept = [torch.cat([m.slot(n, "residual", lambda: torch.zeros(0)) for n in ("w", "b")]) for m in memories]
     torch.testing.assert_close(received + torch.stack(kept).mean(0), given)
+
+
+def test_the_new_codec_passes_the_battery_in_less_than_sixty_lines() -> None:
+    block = python_blocks("CONTRIBUTING.md")[0]
+    assert len(block.splitlines()) < 60
+    names: dict[str, Any] = {"__name__": "ternary"}
+    exec(block, names)
+    check_codec(names["Ternary"]())
 
 
 def test_the_simulation_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
