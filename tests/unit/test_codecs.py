@@ -189,6 +189,13 @@ def test_large_tensors_are_encoded_as_their_parts_are(codec: Any) -> None:
     assert torch.equal(back(codec, x)[: 1 << 18], apart[: 1 << 18])
 
 
+@pytest.mark.parametrize("codec", [Quantize(), Cast(torch.float16)], ids=str)
+def test_decoding_into_a_tensor_with_gaps_is_refused(codec: Codec) -> None:
+    parts = codec.encode(torch.ones(6).view(2, 3))
+    with pytest.raises(OptionError, match=r"into has strides \(1, 2\): codecs write to contiguous tensors"):
+        codec.decode(parts, torch.empty(3, 2).T)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

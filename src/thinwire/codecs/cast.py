@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import Codec, Parts, numbers_of
+from thinwire.codecs.codec import Codec, Parts, numbers_of, room_of
 from thinwire.errors import OptionError
 
 _CARRIERS = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,5 +46,5 @@ class Cast(Codec):
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Write the numbers into `into`, in its dtype, and return it."""
         (part,) = parts
-        numbers_of(into).copy_(part)
+        room_of(into).copy_(part)
         return into

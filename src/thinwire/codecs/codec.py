@@ -92,7 +92,7 @@ class BlockCodec(Codec):
 
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Block by block."""
-        flat = numbers_of(into)
+        flat = room_of(into)
         for piece, blocks in self._decoded(parts, flat):
             if piece.data_ptr() != blocks.data_ptr():
                 piece.copy_(blocks.view(-1)[: piece.numel()])
@@ -100,7 +100,7 @@ class BlockCodec(Codec):
 
     def add(self, parts: Parts, into: torch.Tensor, weight: float = 1.0) -> None:
         """Block by block: what is decoded is added while the processor still has it at hand."""
-        for piece, blocks in self._decoded(parts, numbers_of(into), apart=True):
+        for piece, blocks in self._decoded(parts, room_of(into), apart=True):
             piece.add_(blocks.view(-1)[: piece.numel()], alpha=weight)
 
     def align(self, length: int) -> int:
@@ -143,6 +143,15 @@ class BlockCodec(Codec):
 def numbers_of(x: torch.Tensor) -> torch.Tensor:
     """The same numbers in one row; complex ones as pairs. Shares memory with a contiguous `x`."""
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+
+
+def room_of(into: torch.Tensor) -> torch.Tensor:
+    """The same for writing, which a copy would swallow."""
+    if not into.is_contiguous():
+        raise OptionError(
+            f"into has strides {into.stride()}: codecs write to contiguous tensors; decode into one and copy"
+        )
+    return numbers_of(into)
 
 
 Some = TypeVar("Some", bound=Codec)

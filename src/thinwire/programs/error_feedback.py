@@ -48,15 +48,13 @@ class ErrorFeedback:
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """As the program goes."""
-        corrected = torch.empty_like(bucket.buffer, dtype=_precise(bucket.buffer))
+        # At least float32: a residual that is rounded to bf16 loses what it is there to keep.
+        corrected = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
         residuals = []
-        for (name, gradient), place in zip(
-            bucket.views().items(), unpack(corrected, bucket.shapes), strict=True
-        ):
-            residuals.append(memory.slot(name, RESIDUAL, partial(torch.zeros_like, place)))
-            torch.add(gradient, residuals[-1], alpha=self.keep, out=place)
-        inner = replace(bucket, buffer=corrected, track_error=True)
-        outcome = yield from self.program(inner, memory)
+        for name, gradient in zip(bucket.names, unpack(corrected, bucket.shapes), strict=True):
+            residuals.append(memory.slot(name, RESIDUAL, partial(torch.zeros_like, gradient)))
+            gradient.add_(residuals[-1], alpha=self.keep)
+        outcome = yield from self.program(replace(bucket, buffer=corrected, track_error=True), memory)
         if outcome.error is None:
             raise ProgramError(
                 f"{describe(self.program)} does not say what it failed to send, so its error cannot be fed"
@@ -66,9 +64,4 @@ class ErrorFeedback:
             return overflow(bucket)
         for residual, error in zip(residuals, unpack(outcome.error, bucket.shapes), strict=True):
             residual.copy_(error)
-        return Outcome(bucket.buffer.copy_(outcome.mean))
-
-
-def _precise(buffer: torch.Tensor) -> torch.dtype:
-    """At least float32: a residual that is rounded to bf16 loses what it is there to keep."""
-    return torch.promote_types(buffer.dtype, torch.float32)
+        return Outcome(outcome.mean.to(bucket.buffer.dtype))

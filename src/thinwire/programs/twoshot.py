@@ -43,13 +43,14 @@ class TwoShot:
         chunks = Chunks(numbers_of(bucket.buffer), codec, world)
         others = [place for place in range(world) if place != rank]
 
-        layout = chunks.layout
+        encodings = {place: codec.encode(chunks[place]) for place in others or [rank]}
+        layout = Layout.of(next(iter(encodings.values())))
         rows = layout.rows(world)
-        for place in others:
-            encoded = codec.encode(chunks[place])
+        for place, encoded in encodings.items():
             layout.write(encoded, rows[place])
-            if bucket.track_error:
+            if bucket.track_error and place != rank:
                 chunks.subtract(place, encoded)
+        del encodings
         received = yield AllToAll(rows)
 
         mean = chunks[rank].to(torch.float32, copy=True)
@@ -59,12 +60,12 @@ class TwoShot:
         encoded_means = yield AllGather(layout.write(encoded, layout.rows(1)[0]))
 
         if not bucket.track_error:
-            chunks.decode(encoded_means)
+            chunks.decode(encoded_means, layout)
             return Outcome(bucket.buffer)
         codec.add(encoded, mean, -1)
         chunks.replace(rank, mean.mul_(world))
         means = torch.empty_like(bucket.buffer)
-        Chunks(numbers_of(means), codec, world).decode(encoded_means)
+        Chunks(numbers_of(means), codec, world).decode(encoded_means, layout)
         return Outcome(means, error=bucket.buffer)
 
 
@@ -76,11 +77,6 @@ class Chunks:
         self._length = codec.align(-(-numbers.numel() // count))
         starts = range(0, count * self._length, self._length) if self._length else [0] * count
         self._chunks = [numbers[start : start + self._length] for start in starts]
-
-    @property
-    def layout(self) -> Layout:
-        """How a chunk is encoded."""
-        return Layout.of(self._codec.encode(self._chunks[0].new_zeros(self._length)))
 
     def __getitem__(self, place: int) -> torch.Tensor:
         """A chunk in full length."""
@@ -100,9 +96,8 @@ class Chunks:
         self._codec.add(encoded, rest, -1)
         self.replace(place, rest)
 
-    def decode(self, rows: torch.Tensor) -> None:
+    def decode(self, rows: torch.Tensor, layout: Layout) -> None:
         """Overwrite every chunk with what its row holds."""
-        layout = self.layout
         for place, row in enumerate(rows):
             numbers = self._chunks[place]
             full = numbers if numbers.numel() == self._length else numbers.new_empty(self._length)
