@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
 from thinwire.errors import AttachError, OptionError, StateError, ThinwireError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Memory, Program, check_shapes, describe
+from thinwire.programs.program import Memory, Program, check_fit, describe, require_program
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.wire.agree import Meeting
 from thinwire.wire.meter import Stats
 
+_STATE = {"format", "program", "step", "rank", "world_size", "memory"}
 _FORMAT = 1
 
 
@@ -145,6 +146,8 @@ class Wire:
             "format": _FORMAT,
             "program": describe(self._program),
             "step": self.step,
+            "rank": self._bridge.communicator.rank,
+            "world_size": self._bridge.communicator.size,
             "memory": self._memory.state_dict(),
         }
 
@@ -168,7 +171,7 @@ class Wire:
 
     def _checked_state(self, state: Mapping[str, Any]) -> Memory:
         """The memory that a state holds, if all of the state fits."""
-        if not isinstance(state, Mapping) or not {"format", "program", "step", "memory"} <= set(state):
+        if not isinstance(state, Mapping) or not set(state) >= _STATE:
             raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
         if state["format"] != _FORMAT:
             raise StateError(
@@ -182,8 +185,17 @@ class Wire:
         step = state["step"]
         if not isinstance(step, int) or step < 0:
             raise StateError(f"step={step!r} must be a whole number from 0 on")
+        communicator = self._bridge.communicator
+        whose = (state["rank"], state["world_size"])
+        if whose != (communicator.rank, communicator.size):
+            raise StateError(
+                f"the state is that of rank {whose[0]} of {whose[1]}, and this is rank {communicator.rank} of"
+                f" {communicator.size}: residuals are each rank's own, so each loads what it saved itself"
+            )
+        ddp = self._ddp()
+        shapes = {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
         memory = Memory()
-        memory.load_state_dict(state["memory"], set(self._bridge.names.values()))
+        memory.load_state_dict(state["memory"], shapes)
         return memory
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -230,10 +242,10 @@ def _check_at_least(name: str, value: object, least: int, why: str) -> None:
 
 
 def _check_program(program: Program, ddp: DistributedDataParallel) -> None:
-    if not callable(program) or isinstance(program, type):
-        raise OptionError(f"program={program!r} is not a program: give an instance, such as thinwire.BF16()")
+    require_program(program)
     describe(program)
-    check_shapes(program, {name: parameter.shape for name, parameter in parameters_of(ddp).items()})
+    shapes = {name: parameter.shape for name, parameter in parameters_of(ddp).items()}
+    check_fit(program, shapes, ddp.process_group.size())
 
 
 def _limit(timeout: timedelta | float | None) -> timedelta | None:

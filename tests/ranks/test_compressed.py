@@ -1,8 +1,11 @@
 """Codecs, nodes and the battery for hooks on real Gloo ranks, with many buckets and random delays."""
 
 import math
+import os
 import random
+import signal
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -88,6 +91,51 @@ def test_exact_in_the_node_and_compressed_between_nodes() -> None:
         assert other_sent == sent
         assert list(slots) == [f"slice {rank % 2} of 2: residual"]
         assert slots[f"slice {rank % 2} of 2: residual"].shape == (12, 24)
+
+
+@dataclass(frozen=True)
+class DiesFirst:
+    """One rank is killed before the ranks of its node connect."""
+
+    victim: int
+
+    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+        if bucket.rank == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (yield from thinwire.AcrossNodes(thinwire.Exact(), node_size=2)(bucket, memory))
+
+
+def bereft(rank: int, world_size: int) -> tuple[str, str]:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    thinwire.attach(ddp, DiesFirst(victim=3), timeout=6.0)
+    try:
+        ddp(batch(rank, 0)).square().mean().backward()
+    except thinwire.ThinwireError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("no error came")
+
+
+def test_a_rank_that_dies_before_its_node_connects_is_named() -> None:
+    for kind, text in run_ranks(bereft, 4, dies={3})[:3]:
+        assert kind == "WireError"
+        assert "No word from rank 3:" in text
+
+
+def reloaded(rank: int, world_size: int) -> None:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    wire = thinwire.attach(ddp, thinwire.Int8())
+    ddp(batch(rank, 0)).square().mean().backward()
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, wire.state_dict())
+    with pytest.raises((thinwire.StateError, thinwire.MismatchError), match="the state is that of rank"):
+        wire.load_state_dict(states[1 - rank])
+    wire.load_state_dict(states[rank])
+    with pytest.raises((thinwire.StateError, thinwire.MismatchError), match="rank . of 3, and this is rank"):
+        wire.load_state_dict({**states[rank], "world_size": 3})
+
+
+def test_the_residuals_of_another_rank_are_refused() -> None:
+    run_ranks(reloaded, 2)
 
 
 def halved(rank: int, world_size: int) -> None:
@@ -188,6 +236,16 @@ def register_halving(ddp: DDP) -> None:
     ddp.register_comm_hook(None, halving_hook)
 
 
+def raising_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if dist.get_rank() == 1:
+        raise KeyError("a bug on rank 1")
+    return halving_hook(state, bucket)
+
+
+def register_raising(ddp: DDP) -> None:
+    ddp.register_comm_hook(None, raising_hook)
+
+
 def register_stuck(ddp: DDP) -> None:
     ddp.register_comm_hook(None, stuck_hook)
 
@@ -199,12 +257,20 @@ def test_hooks_pass_the_battery(register: Any) -> None:
     assert all(0 < error < 0.02 for error in report.errors)
 
 
+def test_the_battery_refuses_what_it_cannot_run() -> None:
+    with pytest.raises(thinwire.OptionError, match="cannot be sent to other processes"):
+        check_hook(lambda ddp: None)
+    with pytest.raises(thinwire.OptionError, match="ranks=0 must be at least 1"):
+        check_hook(register_local, ranks=0)
+
+
 @pytest.mark.parametrize(
     ("register", "said"),
     [
         (register_local, "step 0: ranks 0 and 1 hold different gradients"),
         (register_halving, "step 0: the gradients are off by 50.00%"),
-        (register_stuck, "rank 0 hangs after 8 s"),
+        (register_raising, "rank 1 raised:(.|\n)*a bug on rank 1"),
+        (register_stuck, r"ranks \[0, 1\] hang after 8 s"),
     ],
 )
 def test_the_battery_finds_wrong_hooks(register: Any, said: str) -> None:

@@ -30,7 +30,6 @@ from thinwire import (
     Quantize,
     RandomEntries,
     RandomK,
-    Reduced,
     Sign,
     SignBits,
     Steps,
@@ -38,10 +37,11 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
-from thinwire.programs.program import RESIDUAL, check_shapes
+from thinwire.programs.program import RESIDUAL, check_fit
 from thinwire.testing import SimulatedRanks, check_program
 from thinwire.wire.ops import Collective
 
+untyped: Any = thinwire
 PRESETS = [
     Int8(),
     Int8(stochastic=True),
@@ -67,7 +67,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("program", PRESETS, ids=str)
 def test_every_program_passes_the_battery(program: Program) -> None:
-    check_program(program)
+    check_program(program, tolerance=0.7 if program == Sign() else 0.3, steps=100)
 
 
 codecs = st.sampled_from(
@@ -243,11 +243,11 @@ def test_partition_gives_each_parameter_to_the_first_rule_that_fits() -> None:
 def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> None:
     shapes = {"fc.weight": torch.Size((2, 2)), "fc.bias": torch.Size((2,))}
     with pytest.raises(OptionError, match=said):
-        check_shapes(Warmup(Partition(rules), steps=3), shapes)
-    check_shapes(Partition([("*.bias", Exact())]), shapes)
+        check_fit(Warmup(Partition(rules), steps=3), shapes, 2)
+    check_fit(Partition([("*.bias", Exact())]), shapes, 2)
 
 
-@pytest.mark.parametrize("rules", ["fc", [("fc", 3)], [Exact()], [("a", Exact(), 1)]])
+@pytest.mark.parametrize("rules", ["fc", [(3, Exact())], [Exact()], [("a", Exact(), 1)]])
 def test_rules_that_are_no_rules_are_refused(rules: Any) -> None:
     with pytest.raises(OptionError, match="pairs of a pattern and a program"):
         Partition(rules)
@@ -302,13 +302,32 @@ def test_node_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: TopK(ratio=2), "ratio=2 must be above 0"),
-        (lambda: Int8(block=-1), "block=-1"),
-        (lambda: thinwire.FP8("e2m1"), "variant='e2m1'"),
-        (lambda: Sign(keep=0), "keep=0 must be above 0"),
-        (lambda: Reduced(Quantize()), r"codec=Quantize\(.* cannot be summed: use TwoShot"),
-        (lambda: TwoShot(RandomEntries()), r"codec=RandomEntries\(.* use Reduced\(codec\)"),
-        (lambda: Gathered(RandomEntries()), r"use Reduced\(codec\)"),
+        (lambda: untyped.TopK(ratio=2), "ratio=2 must be above 0"),
+        (lambda: untyped.Int8(block=-1), "block=-1"),
+        (lambda: untyped.FP8("e2m1"), "variant='e2m1'"),
+        (lambda: untyped.Sign(keep=0), "keep=0 must be above 0"),
+        (lambda: untyped.Reduced(Quantize()), r"codec=Quantize\(.* cannot be summed: use TwoShot"),
+        (
+            lambda: untyped.TwoShot(Int8()),
+            r"codec=ErrorFeedback\(.* is no codec: .* Int8\(\) and its like are whole",
+        ),
+        (lambda: untyped.Gathered("int8"), "codec='int8' is no codec"),
+        (lambda: untyped.Reduced(Quantize), "is no codec: give an instance"),
+        (
+            lambda: untyped.ErrorFeedback(Quantize()),
+            r"program=Quantize\(.* is not a program: .* TwoShot\(codec\)",
+        ),
+        (lambda: untyped.ErrorFeedback(Int8()), "makes up for its errors itself"),
+        (lambda: untyped.ErrorFeedback(PowerSGD()), "makes up for its errors itself"),
+        (lambda: untyped.ErrorFeedback(AcrossNodes(Exact(), node_size=1)), r"AcrossNodes\(ErrorFeedback"),
+        (lambda: untyped.ErrorFeedback(Exact(), keep="0.5"), "keep='0.5' must be"),
+        (lambda: untyped.Warmup(Exact, steps=1), "is not a program: give an instance"),
+        (lambda: untyped.AcrossNodes(None, node_size=1), "program=None is not a program"),
+        (lambda: untyped.Partition([("*", Exact)]), r"the program for '\*'=<class .* is not a program"),
+        (lambda: untyped.Partition([], default="x"), "default='x' is not a program"),
+        (lambda: untyped.Partition(None), "rules=None must be pairs"),
+        (lambda: untyped.Int8(error_feedback="no"), "error_feedback='no' must be True or False"),
+        (lambda: untyped.Int8(stochastic="no"), "stochastic='no' must be True or False"),
     ],
 )
 def test_wrong_options_are_refused(make: Any, said: str) -> None:
@@ -323,3 +342,72 @@ def test_ranks_round_stochastically_each_in_its_own_way() -> None:
     shared = SimulatedRanks(program, {"p": (4000,)}, 1).step([x])[0].mean
     averaged = SimulatedRanks(program, {"p": (4000,)}, 4).step([x] * 4)[0].mean
     assert (averaged - x).norm() < 0.6 * (shared - x).norm()
+
+
+@pytest.mark.parametrize("program", [RandomK(0.25, error_feedback=False), TwoShot(RandomEntries(ratio=0.25))])
+def test_random_places_differ_from_step_to_step_and_from_bucket_to_bucket(program: Program) -> None:
+    def places(ranks: SimulatedRanks) -> list[int]:
+        found: list[int] = ranks.step([torch.ones(64)] * 2)[0].mean.nonzero().flatten().tolist()
+        return found
+
+    ranks, other = (SimulatedRanks(program, {name: (64,)}, 2) for name in "ab")
+    first, second = places(ranks), places(ranks)
+    assert first != second
+    assert first != places(other)
+
+
+def test_only_the_kept_share_of_the_residual_is_fed_back() -> None:
+    ranks = SimulatedRanks(ErrorFeedback(Gathered(SignBits(block=8)), keep=0.25), {"p": (8,)}, 1)
+    x = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 9])
+    ranks.step([x])
+    torch.testing.assert_close(ranks.kept(0, RESIDUAL), x - 2)
+    mean = ranks.step([torch.zeros(8)])[0].mean
+    torch.testing.assert_close(mean.abs(), torch.full((8,), (7 * 1 + 7) / 8 * 0.25))
+
+
+@pytest.mark.parametrize("program", [Sign(keep=1.0), ErrorFeedback(Gathered(SignBits(block=128)))])
+@pytest.mark.parametrize("length", [10, 257])
+def test_the_numbers_at_the_end_of_a_bucket_arrive_as_the_others_do(program: Program, length: int) -> None:
+    ranks = SimulatedRanks(program, {"p": (length,)}, 4)
+    for outcome in ranks.step([torch.ones(length)] * 4):
+        torch.testing.assert_close(outcome.mean, torch.ones(length))
+
+
+def test_sums_of_half_precision_gradients_are_taken_in_float32() -> None:
+    x = torch.full((64,), 30000.0, dtype=torch.float16)
+    for exchange in (TwoShot, Gathered):
+        mean = SimulatedRanks(exchange(LargestEntries(ratio=1.0)), {"p": (64,)}, 4).step([x] * 4)[0].mean
+        torch.testing.assert_close(mean, x, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_rounding_and_range_of_the_gradients_dtype_cost_is_fed_back(dtype: torch.dtype) -> None:
+    ranks = SimulatedRanks(TopK(0.05), {"p": (64,)}, 2)
+    gradient = torch.full((64,), 40000.0, dtype=dtype)
+    given_sum, applied = torch.zeros(64), torch.zeros(64)
+    for _ in range(20):
+        mean = ranks.step([gradient, gradient])[0].mean
+        assert mean.isfinite().all()
+        given_sum += gradient.float()
+        applied += mean.float()
+    residual = (ranks.kept(0, RESIDUAL) + ranks.kept(1, RESIDUAL)) / 2
+    torch.testing.assert_close(applied + residual, given_sum, rtol=1e-5, atol=1)
+
+
+def test_nodes_within_nodes_have_slots_of_their_own() -> None:
+    program = AcrossNodes(AcrossNodes(Int8(), node_size=2), node_size=2)
+    ranks = SimulatedRanks(program, {"p": (16,)}, 8)
+    gradients = list(normal(0, 8, 16))
+    mean = ranks.step(gradients)[0].mean
+    torch.testing.assert_close(mean, torch.stack(gradients).mean(0), atol=0.02, rtol=0)
+    assert ranks.kept(5, f"slice 1 of 2: slice 0 of 2: {RESIDUAL}").shape == (4,)
+
+
+def test_stochastic_codes_do_not_wrap() -> None:
+    """The largest of a block plus a random number below one must not round up past the last code."""
+    x = torch.full((1 << 16,), 1.0)
+    for bits in (4, 8):
+        back = (
+            SimulatedRanks(TwoShot(Quantize(bits=bits, stochastic=True)), {"p": x.shape}, 1).step([x])[0].mean
+        )
+        assert (back > 0.5).all()

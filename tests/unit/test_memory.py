@@ -19,7 +19,7 @@ def remembering(value: float) -> Memory:
 
 def test_a_state_goes_from_one_memory_to_another_by_value() -> None:
     source, target = remembering(1), remembering(2)
-    target.load_state_dict(source.state_dict(), names={"w"})
+    target.load_state_dict(source.state_dict(), shapes={"w": torch.Size((2,))})
     source.slot("w", "residual", lambda: torch.zeros(2)).zero_()
     assert target.slot("w", "residual", lambda: torch.zeros(2)).tolist() == [1, 1]
 
@@ -27,7 +27,7 @@ def test_a_state_goes_from_one_memory_to_another_by_value() -> None:
 def test_parameters_of_another_model_are_refused_by_name() -> None:
     target = remembering(2)
     with pytest.raises(StateError, match="parameters that this model has not: w"):
-        target.load_state_dict(remembering(1).state_dict(), names={"other"})
+        target.load_state_dict(remembering(1).state_dict(), shapes={"other": torch.Size((2,))})
     assert target.slot("w", "residual", lambda: torch.zeros(2)).tolist() == [2, 2]
 
 
@@ -35,8 +35,15 @@ def test_parameters_of_another_model_are_refused_by_name() -> None:
 def test_whatever_is_loaded_either_fits_or_changes_nothing(state: object) -> None:
     target = remembering(2)
     try:
-        target.load_state_dict(state, names={"w"})
+        target.load_state_dict(state, shapes={"w": torch.Size((2,))})
     except StateError:
         assert target.state_dict()["w"]["residual"].tolist() == [2, 2]
     else:
         assert target.state_dict().keys() <= {"w"}
+
+
+def test_a_residual_of_another_shape_is_refused() -> None:
+    memory = Memory()
+    memory.slot("w", "residual", lambda: torch.zeros(1))
+    with pytest.raises(StateError, match=r"the residual of w has shape \(1,\), the parameter \(2,\)"):
+        Memory().load_state_dict(memory.state_dict(), shapes={"w": torch.Size((2,))})

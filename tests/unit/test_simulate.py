@@ -92,3 +92,36 @@ def test_ranks_that_part_ways_are_caught() -> None:
 
     with pytest.raises(ProgramError, match="some ranks end before stage 0"):
         simulate([[early(0)], [early(1)]])
+
+
+def test_collectives_among_some_ranks() -> None:
+    x = [torch.tensor([float(rank)]) for rank in range(5)]
+    groups = {0: (0, 2), 2: (0, 2), 1: (1, 3, 4), 3: (1, 3, 4), 4: (1, 3, 4)}
+    received = exchange([AllReduce(x[rank].clone(), ranks=groups[rank]) for rank in range(5)])
+    assert [float(one) for one in received] == [2, 8, 2, 8, 8]
+    sent = exchange([Broadcast(x[rank].clone(), 1, ranks=groups[rank]) for rank in range(5)])
+    assert [float(one) for one in sent] == [2, 3, 2, 3, 3], "src counts within the ranks"
+
+
+@pytest.mark.parametrize(
+    ("ops", "said"),
+    [
+        (
+            [(0, 1), (0, 1), (1, 2)],
+            "rank 1 issues AllReduce .* among ranks 0, 1, rank 2 issues .* among ranks 1, 2",
+        ),
+        ([(0, 1), (0, 1), (0, 1)], "rank 2 issues .* this rank among them"),
+        ([(1, 0), (1, 0), None], "rising numbers from 0 to 2"),
+        ([(0, 9), None, None], "rising numbers from 0 to 2"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused(ops: list[tuple[int, ...] | None], said: str) -> None:
+    with pytest.raises(ProgramError, match=said):
+        exchange([AllReduce(torch.ones(1), ranks=ranks) for ranks in ops])
+
+
+def test_waiting_where_others_communicate_is_refused() -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_result(3)
+    with pytest.raises(ProgramError, match="rank 0 waits for a future where rank 1 issues AllReduce"):
+        exchange([Await(future), AllReduce(torch.ones(1))])

@@ -14,7 +14,8 @@ import dataclasses
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from numbers import Integral
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 
@@ -166,14 +167,34 @@ def reseeded(codec: Some, *words: object) -> Some:
     return changed
 
 
+def require_codec(codec: object) -> None:
+    """Refuse what is no codec."""
+    if not isinstance(codec, Codec):
+        raise OptionError(
+            f"codec={codec!r} is no codec: give an instance of a subclass of thinwire.Codec, such as"
+            " thinwire.Quantize(bits=8); Int8() and its like are whole programs"
+        )
+
+
 def check_block(block: object, *, of: int = 1, most: int = 1 << 20) -> None:
     """Refuse block sizes that a codec cannot have."""
-    if not isinstance(block, int) or not of <= block <= most or block % of:
+    if not is_whole(block) or not of <= block <= most or block % of:
         raise OptionError(
             f"block={block!r} must be a whole number from {of} to {most}"
             + (f", a multiple of {of}" if of > 1 else "")
             + ": so many numbers share a scale; try 256"
         )
+
+
+def check_seed(seed: object) -> None:
+    """Refuse seeds that are no numbers."""
+    if not is_whole(seed):
+        raise OptionError(f"seed={seed!r} must be a whole number: programs mix it with the step")
+
+
+def is_whole(value: object) -> "TypeGuard[int]":
+    """Whether it is a whole number, of whatever library; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,5 +206,5 @@ def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor
     return most / levels, torch.where(most > TINY, levels / most, 0.0)
 
 
-TINY = 1e-35
-"""Rows whose numbers are all smaller than this are taken for zero: reciprocals would overflow."""
+TINY = 1e-33
+"""Rows whose numbers all are smaller than this are taken for zero: reciprocals would overflow."""

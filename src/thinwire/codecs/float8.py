@@ -16,7 +16,7 @@ class Float8(BlockCodec):
 
     The error is relative to each number rather than to its block's largest: better than int8 where a block's
     numbers differ by orders of magnitude, worse where they do not. Blocks with an infinite or NaN number
-    decode to NaN; blocks whose numbers all are below 1e-35 to zero.
+    decode to NaN; blocks whose numbers all are below 1e-33 to zero.
 
     Args:
         variant: "e4m3" has 3 bits of mantissa (error up to 1/16 of a number), "e5m2" has 2 (1/8) and more
@@ -32,7 +32,7 @@ class Float8(BlockCodec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.variant not in _FORMATS:
+        if not isinstance(self.variant, str) or self.variant not in _FORMATS:
             raise OptionError(f"variant={self.variant!r} must be {' or '.join(map(repr, _FORMATS))}")
         check_block(self.block)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import TINY, BlockCodec, Parts, check_block, scale_of
+from thinwire.codecs.codec import TINY, BlockCodec, Parts, check_block, check_seed, is_whole, scale_of
 from thinwire.errors import OptionError
 
 
@@ -16,7 +16,7 @@ class Quantize(BlockCodec):
         affine      x = low + scale * code      scale = (max x - low) / 255  (15)
 
     The error of a number is at most half its block's scale. Blocks with an infinite or NaN number decode to
-    NaN; blocks whose numbers all are below 1e-35 to zero.
+    NaN; blocks whose numbers all are below 1e-33 to zero.
 
     Args:
         bits: 8, or 4: two to a byte.
@@ -38,9 +38,13 @@ class Quantize(BlockCodec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if not is_whole(self.bits) or self.bits not in (4, 8):
             raise OptionError(f"bits={self.bits!r} must be 8 or 4: codes fill bytes, or halves of bytes")
         check_block(self.block, of=8 // self.bits)
+        check_seed(self.seed)
+        for name, value in (("affine", self.affine), ("stochastic", self.stochastic)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}={value!r} must be True or False")
 
     @property
     def wire_bits(self) -> float:
@@ -53,7 +57,7 @@ class Quantize(BlockCodec):
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
             scale = (x.amax(1, keepdim=True) - low) / levels
-            codes = self._rounded(x.sub_(low).mul_(torch.where(scale > TINY, 1 / scale, 0.0)))
+            codes = self._rounded(x.sub_(low).mul_(torch.where(scale * levels > TINY, 1 / scale, 0.0)))
             return scale, low, self._packed(codes.clamp_(0, levels).to(torch.uint8))
         scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
         return scale, self._packed(self._rounded(x.mul_(inverse)).to(torch.int8))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts
+from thinwire.codecs.codec import BlockCodec, Parts, check_seed
 from thinwire.codecs.topk import check_ratio
 
 
@@ -32,6 +32,7 @@ class RandomEntries(BlockCodec):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_seed(self.seed)
 
     @property
     def block(self) -> int:  # type: ignore[override] # read only, as fields of frozen dataclasses are

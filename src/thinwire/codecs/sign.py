@@ -19,7 +19,7 @@ class SignBits(BlockCodec):
 
     >>> codec = SignBits(block=8)
     >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 2.0, 2.0])), into=torch.empty(4))
-    tensor([ 1., -1.,  1.,  1.])
+    tensor([ 2., -2.,  2.,  2.])
     """
 
     block: int = 256
@@ -31,6 +31,15 @@ class SignBits(BlockCodec):
     def wire_bits(self) -> float:
         """One, and a block's share of its magnitude."""
         return 1 + 32 / self.block
+
+    def encode(self, x: torch.Tensor) -> Parts:
+        """Signs and magnitudes; that of a short last block is the mean of the numbers it has."""
+        magnitude, packed = super().encode(x)
+        if len(magnitude):
+            padded = self.align(x.numel()) - x.numel()
+            width = 8 * packed.shape[1]
+            magnitude[-1] *= width / (width - padded)
+        return magnitude, packed
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Magnitudes, and signs with the eighths of a block in the eight bits of its bytes."""

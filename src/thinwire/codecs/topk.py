@@ -1,6 +1,7 @@
 """The largest numbers of every block, and where they stood."""
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -63,5 +64,5 @@ class LargestEntries(BlockCodec):
 
 def check_ratio(ratio: object) -> None:
     """Refuse shares that make no sense."""
-    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 < float(ratio) <= 1:
         raise OptionError(f"ratio={ratio!r} must be above 0 and at most 1: the share that is sent; try 0.01")

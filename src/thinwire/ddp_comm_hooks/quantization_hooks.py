@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from thinwire.codecs.quantize import Quantize
 from thinwire.ddp_comm_hooks._run import run_program
+from thinwire.errors import OptionError
 from thinwire.programs.twoshot import TwoShot
 
 
@@ -38,5 +39,7 @@ def quantization_perchannel_hook(
 
         ddp.register_comm_hook(None, quantization_perchannel_hook)
     """
-    block = max(1, bucket_size // 8)
+    if not isinstance(bucket_size, int) or isinstance(bucket_size, bool) or bucket_size < 1:
+        raise OptionError(f"bucket_size={bucket_size!r} must be a whole number, at least 1: torch's is 512")
+    block = min(max(1, bucket_size // 8), 1 << 20)
     return run_program(TwoShot(Quantize(bits=8, block=block)), process_group, bucket)

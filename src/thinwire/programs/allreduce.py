@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.cast import Cast
-from thinwire.codecs.codec import Codec, numbers_of, reseeded
+from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
 from thinwire.errors import OptionError
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
 from thinwire.wire.ops import AllReduce, Steps
@@ -40,6 +40,7 @@ class Reduced:
     codec: Codec
 
     def __post_init__(self) -> None:
+        require_codec(self.codec)
         if not self.codec.additive:
             raise OptionError(
                 f"codec={self.codec!r} makes encodings that cannot be summed: use TwoShot(codec), or"

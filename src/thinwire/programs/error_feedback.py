@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
+from typing import ClassVar
 
 import torch
 
 from thinwire.errors import OptionError, ProgramError
 from thinwire.programs.overflow import all_finite, overflow
-from thinwire.programs.program import RESIDUAL, Bucket, Memory, Outcome, Program, describe
+from thinwire.programs.program import RESIDUAL, Bucket, Memory, Outcome, Program, describe, require_program
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
 
@@ -21,7 +23,8 @@ class ErrorFeedback:
 
     Nothing is ever lost, only delayed: what has been applied plus the mean of all ranks' residuals is at any
     time the sum of all mean gradients. It costs one float32 copy of the gradients. If the mean is not finite,
-    the residual stays as it was.
+    the residual stays as it was. (DDP gives no gradient to parameters that no rank used in a step, under
+    `find_unused_parameters`: what their residual sends then is lost.)
 
     Args:
         program: What to run; it must say what it did not get across, as `TwoShot`, `Gathered` and `Reduced`
@@ -40,8 +43,16 @@ class ErrorFeedback:
     program: Program
     keep: float = 1.0
 
+    tracks_error: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
+        require_program(self.program)
+        if not getattr(self.program, "tracks_error", True):
+            raise OptionError(
+                f"program={self.program!r} makes up for its errors itself, or cannot tell them: feed back"
+                " what a codec misses, as in AcrossNodes(ErrorFeedback(TwoShot(codec)))"
+            )
+        if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
             raise OptionError(
                 f"keep={self.keep!r} must be above 0 and at most 1: the share of the error that is fed back"
             )
@@ -62,6 +73,18 @@ class ErrorFeedback:
             )
         if not all_finite(outcome.mean):
             return overflow(bucket)
-        for residual, error in zip(residuals, unpack(outcome.error, bucket.shapes), strict=True):
-            residual.copy_(error)
-        return Outcome(outcome.mean.to(bucket.buffer.dtype))
+        mean, error = _rounded(outcome.mean, outcome.error, bucket.buffer.dtype)
+        for residual, missed in zip(residuals, unpack(error, bucket.shapes), strict=True):
+            residual.copy_(missed)
+        return Outcome(mean)
+
+
+def _rounded(
+    mean: torch.Tensor, error: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean in the gradients' dtype; what that rounds off, and what exceeds its range, is fed back too."""
+    if mean.dtype == dtype:
+        return mean, error
+    limits = torch.finfo(dtype)
+    rounded = mean.clamp(limits.min, limits.max).to(dtype)
+    return rounded, error.add_(mean.sub_(rounded))

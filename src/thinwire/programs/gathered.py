@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import Codec, numbers_of, reseeded
-from thinwire.errors import OptionError
+from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
 from thinwire.programs.program import Bucket, Memory, Outcome
 from thinwire.wire.ops import AllGather, Steps
 from thinwire.wire.pack import Layout
@@ -26,28 +25,27 @@ class Gathered:
     codec: Codec
 
     def __post_init__(self) -> None:
-        check_decodes_alone(self.codec)
+        require_codec(self.codec)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-gather, sum up."""
-        codec = reseeded(self.codec, bucket.step, bucket.names[0], bucket.rank)
-        encoded = codec.encode(numbers_of(bucket.buffer))
+        codecs, numbers = own_codecs(self.codec, bucket), numbers_of(bucket.buffer)
+        encoded = codecs[bucket.rank].encode(numbers)
         layout = Layout.of(encoded)
         received = yield AllGather(layout.write(encoded, layout.rows(1)[0]))
-        mean = bucket.buffer
-        if bucket.track_error:
-            codec.add(encoded, numbers_of(bucket.buffer), -1)
-            mean = torch.empty_like(bucket.buffer)
-        mean.zero_()
-        for row in received:
-            codec.add(layout.read(row), numbers_of(mean))
-        return Outcome(mean.div_(bucket.world_size), error=bucket.buffer if bucket.track_error else None)
+        total = torch.zeros_like(numbers, dtype=torch.promote_types(numbers.dtype, torch.float32))
+        for codec, row in zip(codecs, received, strict=True):
+            codec.add(layout.read(row), total)
+        mean = torch.empty_like(bucket.buffer) if bucket.track_error else bucket.buffer
+        numbers_of(mean).copy_(total.div_(bucket.world_size))
+        if not bucket.track_error:
+            return Outcome(mean)
+        codecs[bucket.rank].add(encoded, numbers, -1)
+        return Outcome(mean, error=bucket.buffer)
 
 
-def check_decodes_alone(codec: Codec) -> None:
-    """Refuse codecs whose encodings can only be read by who has their seed, since every rank has its own."""
-    if codec.additive and hasattr(codec, "seed"):
-        raise OptionError(
-            f"codec={codec!r} needs the sender's seed to decode, and ranks have seeds of their own here: its"
-            " encodings add up, so use Reduced(codec)"
-        )
+def own_codecs(codec: Codec, bucket: Bucket) -> list[Codec]:
+    """The codec as each rank has it in this step: with a seed of its own, which the others know as well."""
+    if not hasattr(codec, "seed"):
+        return [codec] * bucket.world_size
+    return [reseeded(codec, bucket.step, bucket.names[0], rank) for rank in range(bucket.world_size)]

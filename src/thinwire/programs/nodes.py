@@ -1,14 +1,16 @@
 """Exact within a node, where links are fast; compressed between nodes, where they are slow."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
 from thinwire.errors import OptionError
 from thinwire.programs.overflow import spread
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
 from thinwire.wire.ops import AllGather, ReduceScatter, Steps, among
 from thinwire.wire.pack import unpack
 
@@ -39,12 +41,15 @@ class AcrossNodes:
     program: Program
     node_size: int | None = None
 
+    tracks_error: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
+        require_program(self.program)
         size: object = self.node_size
         if size is None:
             text = os.environ.get("LOCAL_WORLD_SIZE", "")
             size = int(text) if text.isdecimal() else None
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionError(
                 f"node_size={self.node_size!r} must be a whole number of ranks, at least 1"
                 + (
@@ -55,14 +60,18 @@ class AcrossNodes:
             )
         object.__setattr__(self, "node_size", size)
 
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        """Refuse groups that are no whole number of nodes."""
+        if world_size % (self.node_size or 1):
+            raise OptionError(
+                f"node_size={self.node_size} does not divide the {world_size} ranks: nodes are of one size"
+            )
+
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Reduce-scatter in the node, the program between nodes, all-gather in the node."""
         size = self.node_size
         assert size is not None, "set in __post_init__"
-        if bucket.world_size % size:
-            raise OptionError(
-                f"node_size={size} does not divide the {bucket.world_size} ranks: nodes must be of one size"
-            )
+        self.check({}, bucket.world_size)
         node, place = divmod(bucket.rank, size)
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))

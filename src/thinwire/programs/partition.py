@@ -9,7 +9,7 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.overflow import spread
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import pack, unpack
 
@@ -36,20 +36,21 @@ class Partition:
     default: Program = field(default_factory=Exact)
 
     def __post_init__(self) -> None:
-        if isinstance(self.rules, str) or not all(
-            isinstance(rule, tuple | list)
-            and len(rule) == 2
-            and isinstance(rule[0], str)
-            and callable(rule[1])
+        pairs = isinstance(self.rules, list | tuple) and all(
+            isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
             for rule in self.rules
-        ):
+        )
+        if not pairs:
             raise OptionError(
                 f"rules={self.rules!r} must be pairs of a pattern and a program, such as"
                 ' [("*.bias", thinwire.Exact())]'
             )
+        for pattern, program in self.rules:
+            require_program(program, f"the program for {pattern!r}")
+        require_program(self.default, "default")
         object.__setattr__(self, "rules", tuple((pattern, program) for pattern, program in self.rules))
 
-    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Refuse rules that no parameter follows: most likely a name is misspelt."""
         taken = {self._rule(name) for name in shapes}
         for number, (pattern, _) in enumerate(self.rules):

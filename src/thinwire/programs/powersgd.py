@@ -18,7 +18,7 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -62,6 +62,8 @@ class PowerSGD:
 
         wire = thinwire.attach(ddp, thinwire.PowerSGD(rank=4, factor_dtype="bf16"))
     """
+
+    tracks_error: ClassVar[bool] = False
 
     rank: int = 4
     min_compression: float = 2.0

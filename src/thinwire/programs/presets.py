@@ -5,6 +5,7 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.codecs.randomk import RandomEntries
 from thinwire.codecs.sign import SignBits
 from thinwire.codecs.topk import LargestEntries
+from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
@@ -68,9 +69,9 @@ def Sign(*, block: int = 128, keep: float = 0.5) -> Program:
 def TopK(ratio: float = 0.01, *, block: int = 1024, error_feedback: bool = True) -> Program:
     """The numbers of largest magnitude, a share of every block, and where they stand.
 
-    At 1 % a hundredth of fp32's bytes for two ranks; they grow with the number of ranks, and from about ten
-    on `ErrorFeedback(TwoShot(LargestEntries()))` sends less. Most coordinates hear of their gradient only now
-    and then, which Adam takes badly: begin with `Warmup`, and expect to need more steps.
+    At 1 % a hundredth of fp32's bytes for two ranks, and as many more as there are ranks; from three on
+    `ErrorFeedback(TwoShot(LargestEntries()))` sends less, but chooses twice. Most coordinates hear of their
+    gradient only now and then, which Adam takes badly: begin with `Warmup`, and expect to need more steps.
 
     Args:
         ratio: The share that is sent.
@@ -90,7 +91,7 @@ def RandomK(ratio: float = 0.1, *, seed: int = 0, error_feedback: bool = True) -
     Much cheaper to compute than `TopK` and less accurate for its bytes.
 
     Args:
-        ratio: The share that is sent.
+        ratio: The share that is sent: one of every 1/ratio numbers, rounded to a whole number.
         seed: Of the places, which differ from step to step.
         error_feedback: Without it gradients are small by the ratio, and noisy.
 
@@ -102,4 +103,6 @@ def RandomK(ratio: float = 0.1, *, seed: int = 0, error_feedback: bool = True) -
 
 
 def _fed_back(program: Program, error_feedback: bool) -> Program:
+    if not isinstance(error_feedback, bool):
+        raise OptionError(f"error_feedback={error_feedback!r} must be True or False")
     return ErrorFeedback(program) if error_feedback else program

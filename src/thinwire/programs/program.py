@@ -93,20 +93,30 @@ def describe(program: Program) -> str:
     return text
 
 
-def check_shapes(program: object, shapes: Mapping[str, torch.Size]) -> None:
-    """Let a program, and those it is made of, look at a model's parameters before anything is sent.
+def require_program(program: object, option: str = "program") -> None:
+    """Refuse what is no program."""
+    if not callable(program) or isinstance(program, type):
+        raise OptionError(
+            f"{option}={program!r} is not a program: give an instance, such as thinwire.Int8(); codecs become"
+            " programs by TwoShot(codec)"
+        )
 
-    A program that minds has a method `check(shapes)` that raises OptionError.
+
+def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+    """Let a program, and those it is made of, look at model and group before anything is sent.
+
+    A program that minds has a method `check(shapes, world_size)` that raises OptionError.
     """
     check = getattr(program, "check", None)
-    if check is not None:
-        check(shapes)
+    if callable(check):
+        check(shapes, world_size)
     if isinstance(program, list | tuple):
-        inner = list(program)
+        parts = list(program)
     else:
-        inner = list(vars(program).values()) if dataclasses.is_dataclass(program) else []
-    for part in inner:
-        check_shapes(part, shapes)
+        known = dataclasses.fields(program) if dataclasses.is_dataclass(program) else ()
+        parts = [getattr(program, one.name) for one in known]
+    for part in parts:
+        check_fit(part, shapes, world_size)
 
 
 class Memory:
@@ -144,11 +154,11 @@ class Memory:
             for name, slots in self._slots.items()
         }
 
-    def load_state_dict(self, state: object, names: set[str]) -> None:
-        """Replace everything kept; on a state that does not fit, raise and keep what there is."""
+    def load_state_dict(self, state: object, shapes: Mapping[str, torch.Size]) -> None:
+        """Replace everything kept; on a state that does not fit parameters of these shapes, raise first."""
         if not isinstance(state, dict):
             raise StateError(f"memory is a {type(state).__name__}: it must be a dict by parameter name")
-        unknown = [str(name) for name in state if name not in names]
+        unknown = [str(name) for name in state if name not in shapes]
         if unknown:
             raise StateError(
                 f"the state has parameters that this model has not: {', '.join(unknown[:5])}; it was"
@@ -159,5 +169,11 @@ class Memory:
             tensors = slots.values() if isinstance(slots, dict) else [None]
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
                 raise StateError(f"the state of {name} must be a dict of tensors by slot")
+            residual = slots.get(RESIDUAL)
+            if residual is not None and residual.shape not in (shapes[name], (*shapes[name], 2)):
+                raise StateError(
+                    f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
+                    f" {tuple(shapes[name])}: the state was saved from another model"
+                )
             loaded[name] = {str(key): tensor.detach().clone() for key, tensor in slots.items()}
         self._slots = loaded

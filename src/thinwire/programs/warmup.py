@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
 from thinwire.wire.ops import Steps
 
 
@@ -24,6 +24,7 @@ class Warmup:
     steps: int
 
     def __post_init__(self) -> None:
+        require_program(self.program)
         if not isinstance(self.steps, int) or self.steps < 0:
             raise OptionError(f"steps={self.steps!r} must be a whole number from 0 on: steps to run exactly")
 

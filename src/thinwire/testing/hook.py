@@ -2,6 +2,8 @@
 
 import math
 import multiprocessing
+import os
+import pickle
 import random
 import tempfile
 import time
@@ -9,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import OptionError
 
 _WIDTH = 32
 
@@ -38,7 +42,7 @@ def check_hook(
     *,
     ranks: int = 2,
     steps: int = 6,
-    tolerance: float = 0.05,
+    tolerance: float = 0.02,
     seconds: float = 60,
 ) -> HookReport:
     """Train on real Gloo ranks with a hook, many buckets and random delays.
@@ -61,6 +65,15 @@ def check_hook(
         if __name__ == "__main__":
             print(thinwire.testing.check_hook(register))
     """
+    for name, value in (("ranks", ranks), ("steps", steps)):
+        if value < 1:
+            raise OptionError(f"{name}={value!r} must be at least 1: or nothing is checked")
+    try:
+        pickle.dumps(register)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise OptionError(
+            f"register={register!r} cannot be sent to other processes ({error}): write a def in a module"
+        ) from error
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
@@ -85,16 +98,21 @@ def check_hook(
 
 
 def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
-    results: list[Any] = []
+    """Every rank's results; the first that fails is the cause, and speaks."""
+    results: dict[int, Any] = {}
     deadline = time.monotonic() + seconds
-    for rank, pipe in enumerate(pipes):
-        assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs after {seconds:g} s"
-        try:
-            results.append(pipe.recv())
-        except EOFError:
-            raise AssertionError(f"rank {rank} died: the hook aborts the process") from None
-        assert not isinstance(results[rank], str), f"rank {rank} raised:\n{results[rank]}"
-    return results
+    while len(results) < len(pipes):
+        silent = {id(pipe): rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait([pipes[rank] for rank in silent.values()], max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {list(silent.values())} hang after {seconds:g} s"
+        for pipe in ready:
+            rank = silent[id(pipe)]
+            try:
+                results[rank] = pipes[rank].recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died: the hook aborts the process") from None
+            assert not isinstance(results[rank], str), f"rank {rank} raised:\n{results[rank]}"
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _judge(results: list[Any], tolerance: float) -> HookReport:
@@ -125,6 +143,7 @@ def _train(
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         dist.init_process_group(
             "gloo",

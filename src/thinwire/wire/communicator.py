@@ -34,6 +34,10 @@ _WORTH_HALVING = 1 << 16
 _ROLL_CALL = timedelta(seconds=3)
 
 
+class NotConnectedError(WireError):
+    """Not all ranks of a group came to make it."""
+
+
 class Pending(Protocol):
     """A collective that was issued."""
 
@@ -81,7 +85,7 @@ class Communicator:
                     dist.destroy_process_group(group)
 
     def issue(self, op: Collective | Await) -> Pending:
-        """Put a collective on the wire and return at once."""
+        """Put a collective on the wire and return at once; the first among some ranks connects them first."""
         if isinstance(op, Await):
             return _PendingFuture(op.future, self.limit)
         if not isinstance(op, Collective):
@@ -107,7 +111,7 @@ class Communicator:
         try:
             return _new_group(whole, ranks, name, self.meeting.store, self.limit - self.roll_call)
         except RuntimeError as error:
-            raise WireError(
+            raise NotConnectedError(
                 f"rank {self.rank} could not connect to {ranks_text(list(ranks))}: {error}"
             ) from error
 

@@ -26,14 +26,25 @@ from thinwire.wire.schedule import Agenda
 
 def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
     """What each rank receives when rank `r` issues `ops[r]`."""
-    if isinstance(ops[0], Await):
+    waiting = [isinstance(op, Await) for op in ops]
+    if all(waiting):
         return [op.future.wait() for op in ops if isinstance(op, Await)]
+    if any(waiting):
+        raise ProgramError(
+            f"rank {waiting.index(True)} waits for a future where rank {waiting.index(False)} issues"
+            f" {ops[waiting.index(False)]}: every rank must yield the same"
+        )
     received: list[Any] = [None] * len(ops)
     for rank, op in enumerate(ops):
-        if isinstance(op, Collective) and op.place(rank, len(ops))[0] == 0:
+        if isinstance(op, Collective):
+            place, _ = op.place(rank, len(ops))
             ranks = range(len(ops)) if op.ranks is None else op.ranks
-            for peer, delivered in zip(ranks, _exchange_among(ranks, ops), strict=True):
-                received[peer] = delivered
+            if place == 0:
+                received_there = _exchange_among(ranks, ops)
+                for peer, delivered in zip(ranks, received_there, strict=True):
+                    received[peer] = delivered
+            elif str(ops[ranks[0]]) != str(op):
+                _exchange_among(ranks, ops)  # says who differs
     return received
 
 

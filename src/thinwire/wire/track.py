@@ -10,7 +10,7 @@ import torch
 
 from thinwire.errors import ProgramError, ThinwireError, WireError
 from thinwire.wire.agree import ranks_text
-from thinwire.wire.communicator import Communicator, Pending
+from thinwire.wire.communicator import Communicator, NotConnectedError, Pending
 from thinwire.wire.meter import Meter, OpRecord, StepTrace
 from thinwire.wire.ops import Await, Collective, Steps
 from thinwire.wire.schedule import Agenda
@@ -252,13 +252,18 @@ class Track:
             run.step.trace.compute_seconds += time.perf_counter() - started
 
     def _issue(self, run: Run, bucket: int, stage: int, op: Collective | Await) -> None:
+        started, run.op, lost = time.perf_counter(), op, None
         try:
             pending = self.communicator.issue(op)
+        except NotConnectedError as error:
+            lost = str(error).partition("\n")[0]
         except RuntimeError as error:
             if isinstance(error, ThinwireError):
                 raise
             raise ProgramError(f"the backend refuses {op}, for {run.label}: {error}") from error
-        run.op, run.record = op, run.step.trace.issued(bucket, stage, op)
+        if lost is not None:
+            raise _LostError(run, time.perf_counter() - started, lost)
+        run.record = run.step.trace.issued(bucket, stage, op)
         run.pending = pending
 
     def _finish(self, step: Step) -> None:
