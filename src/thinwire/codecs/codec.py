@@ -67,7 +67,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """Encode the rows of `x`, float32, which may be overwritten; each part has a row per row of `x`."""
+        """Encode the rows of `x`, float32, and leave them as they are; each part has a row per row of `x`."""
 
     @abstractmethod
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
@@ -81,9 +81,12 @@ class BlockCodec(Codec):
         whole: list[torch.Tensor] = []
         for start, rows in self._chunks(flat.numel()):
             piece = flat[start * width : (start + rows) * width]
-            blocks = scratch[:rows]
-            blocks.view(-1)[: piece.numel()].copy_(piece)
-            blocks.view(-1)[piece.numel() :].zero_()
+            if piece.numel() == rows * width and piece.dtype == torch.float32:
+                blocks = piece.view(rows, width)
+            else:
+                blocks = scratch[:rows]
+                blocks.view(-1)[: piece.numel()].copy_(piece)
+                blocks.view(-1)[piece.numel() :].zero_()
             parts = reseeded(self, start).encode_blocks(blocks)
             if not whole:
                 whole = [part.new_empty((count, *part.shape[1:])) for part in parts]

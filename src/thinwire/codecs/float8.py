@@ -45,7 +45,7 @@ class Float8(BlockCodec):
         """Scales and codes."""
         dtype = _FORMATS[self.variant]
         scale, inverse = scale_of(x, torch.finfo(dtype).max)
-        return scale, x.mul_(inverse).to(dtype).view(torch.uint8)
+        return scale, (x * inverse).to(dtype).view(torch.uint8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Codes times scales."""

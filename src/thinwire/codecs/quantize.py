@@ -57,10 +57,10 @@ class Quantize(BlockCodec):
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
             scale = (x.amax(1, keepdim=True) - low) / levels
-            codes = self._rounded(x.sub_(low).mul_(torch.where(scale * levels > TINY, 1 / scale, 0.0)))
+            codes = self._rounded((x - low).mul_(torch.where(scale * levels > TINY, 1 / scale, 0.0)))
             return scale, low, self._packed(codes.clamp_(0, levels).to(torch.uint8))
         scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
-        return scale, self._packed(self._rounded(x.mul_(inverse)).to(torch.int8))
+        return scale, self._packed(self._rounded(x * inverse).to(torch.int8))
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Codes times scales."""

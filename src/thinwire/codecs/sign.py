@@ -47,7 +47,7 @@ class SignBits(BlockCodec):
         packed = signs.new_zeros(x.shape[0], x.shape[1] // 8)
         for bit, eighth in enumerate(signs.chunk(8, dim=1)):
             packed.add_(eighth, alpha=1 << bit)
-        return x.abs_().mean(1, keepdim=True), packed
+        return x.abs().mean(1, keepdim=True), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Plus or minus the magnitude."""
