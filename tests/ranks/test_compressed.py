@@ -130,7 +130,7 @@ def reloaded(rank: int, world_size: int) -> None:
     with pytest.raises((thinwire.StateError, thinwire.MismatchError), match="the state is that of rank"):
         wire.load_state_dict(states[1 - rank])
     wire.load_state_dict(states[rank])
-    with pytest.raises((thinwire.StateError, thinwire.MismatchError), match="rank . of 3, and this is rank"):
+    with pytest.raises((thinwire.StateError, thinwire.MismatchError), match=r"rank . of 3, and this is rank"):
         wire.load_state_dict({**states[rank], "world_size": 3})
 
 
