@@ -11,6 +11,7 @@ A codec that draws random numbers has a field `seed`; programs set it anew for e
 """
 
 import dataclasses
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -65,6 +66,11 @@ class BlockCodec(Codec):
 
     block: int
 
+    @property
+    def kept_as(self) -> tuple[torch.dtype, ...] | None:
+        """The parts' dtypes, where `encode_blocks` leaves the conversion to the copy that follows it."""
+        return None
+
     @abstractmethod
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Encode the rows of `x`, float32, and leave them as they are; each part has a row per row of `x`."""
@@ -75,7 +81,7 @@ class BlockCodec(Codec):
 
     def encode(self, x: torch.Tensor) -> Parts:
         """Block by block; every part has one row per block."""
-        flat = numbers_of(x)
+        flat = numbers_of(x.detach())
         count, width = self._shape(flat.numel())
         scratch = self._scratch(flat)
         whole: list[torch.Tensor] = []
@@ -89,7 +95,11 @@ class BlockCodec(Codec):
                 blocks.view(-1)[piece.numel() :].zero_()
             parts = reseeded(self, start).encode_blocks(blocks)
             if not whole:
-                whole = [part.new_empty((count, *part.shape[1:])) for part in parts]
+                dtypes = self.kept_as or tuple(part.dtype for part in parts)
+                whole = [
+                    part.new_empty((count, *part.shape[1:]), dtype=dtype)
+                    for part, dtype in zip(parts, dtypes, strict=True)
+                ]
             for all_blocks, part in zip(whole, parts, strict=True):
                 all_blocks[start : start + rows].copy_(part)
         return tuple(whole)
@@ -168,6 +178,22 @@ def reseeded(codec: Some, *words: object) -> Some:
     frozen: Any = codec
     changed: Some = dataclasses.replace(frozen, seed=zlib.crc32(f"{frozen.seed} {words}".encode()))
     return changed
+
+
+def room_like(x: torch.Tensor) -> torch.Tensor:
+    """Room for a float32 result of this shape, lent until the next call in this thread.
+
+    On a CPU it is the same memory each time: fresh memory costs more than what is computed in it.
+    """
+    if x.device.type != "cpu":
+        return torch.empty_like(x)
+    room: torch.Tensor | None = getattr(_lent, "room", None)
+    if room is None or room.numel() < x.numel():
+        room = _lent.room = torch.empty(max(x.numel(), _AT_ONCE))
+    return room[: x.numel()].view(x.shape)
+
+
+_lent = threading.local()
 
 
 def require_codec(codec: object) -> None:

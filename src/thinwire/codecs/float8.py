@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_block, scale_of
+from thinwire.codecs.codec import BlockCodec, Parts, check_block, room_like, scale_of
 from thinwire.errors import OptionError
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -45,7 +45,7 @@ class Float8(BlockCodec):
         """Scales and codes."""
         dtype = _FORMATS[self.variant]
         scale, inverse = scale_of(x, torch.finfo(dtype).max)
-        return scale, (x * inverse).to(dtype).view(torch.uint8)
+        return scale, torch.mul(x, inverse, out=room_like(x)).to(dtype).view(torch.uint8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Codes times scales."""

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import TINY, BlockCodec, Parts, check_block, check_seed, is_whole, scale_of
+from thinwire.codecs.codec import (
+    TINY,
+    BlockCodec,
+    Parts,
+    check_block,
+    check_seed,
+    is_whole,
+    room_like,
+    scale_of,
+)
 from thinwire.errors import OptionError
 
 
@@ -51,16 +60,23 @@ class Quantize(BlockCodec):
         """The codes', and a block's share of its scale (and offset)."""
         return self.bits + (64 if self.affine else 32) / self.block
 
+    @property
+    def kept_as(self) -> tuple[torch.dtype, ...] | None:
+        """Codes of 8 bits are rounded numbers until they are copied."""
+        scales = (torch.float32, torch.float32) if self.affine else (torch.float32,)
+        return (*scales, torch.uint8 if self.affine else torch.int8)
+
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Scales, offsets if affine, codes."""
         if self.affine:
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
             scale = (x.amax(1, keepdim=True) - low) / levels
-            codes = self._rounded((x - low).mul_(torch.where(scale * levels > TINY, 1 / scale, 0.0)))
-            return scale, low, self._packed(codes.clamp_(0, levels).to(torch.uint8))
+            inverse = torch.where(scale * levels > TINY, 1 / scale, 0.0)
+            codes = self._rounded(torch.sub(x, low, out=room_like(x)).mul_(inverse)).clamp_(0, levels)
+            return scale, low, self._packed(codes, torch.uint8)
         scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
-        return scale, self._packed(self._rounded(x * inverse).to(torch.int8))
+        return scale, self._packed(self._rounded(torch.mul(x, inverse, out=room_like(x))), torch.int8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Codes times scales."""
@@ -76,11 +92,11 @@ class Quantize(BlockCodec):
         most = 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
         return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_().clamp_(max=most)
 
-    def _packed(self, codes: torch.Tensor) -> torch.Tensor:
+    def _packed(self, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """With 4 bits, the first half of a block in the lower halves of bytes, the second in the upper."""
         if self.bits == 8:
-            return codes
-        low, high = codes.chunk(2, dim=1)
+            return rounded
+        low, high = rounded.to(dtype).chunk(2, dim=1)
         return low.bitwise_and(15).add_(high, alpha=16)
 
     def _unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_block
+from thinwire.codecs.codec import BlockCodec, Parts, check_block, room_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class SignBits(BlockCodec):
         packed = signs.new_zeros(x.shape[0], x.shape[1] // 8)
         for bit, eighth in enumerate(signs.chunk(8, dim=1)):
             packed.add_(eighth, alpha=1 << bit)
-        return x.abs().mean(1, keepdim=True), packed
+        return torch.abs(x, out=room_like(x)).mean(1, keepdim=True), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Plus or minus the magnitude."""

@@ -5,7 +5,7 @@ from numbers import Real
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_block
+from thinwire.codecs.codec import BlockCodec, Parts, check_block, room_like
 from thinwire.errors import OptionError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,7 +46,7 @@ class LargestEntries(BlockCodec):
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Places and values."""
-        magnitudes, kept = x.abs(), self._kept(x.shape[1])
+        magnitudes, kept = torch.abs(x, out=room_like(x)), self._kept(x.shape[1])
         places = (
             magnitudes.topk(kept, dim=1, sorted=False).indices if kept > 1 else magnitudes.argmax(1, True)
         )
