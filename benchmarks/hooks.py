@@ -56,11 +56,11 @@ def contestants() -> list[Contestant]:
     ]
 
 
-def rank(workload: str, steps: int) -> None:
+def rank(workload: str, steps: int, bucket_mb: float) -> None:
     """What runs on every host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(find_workload(workload), contestants(), steps, None, lambda *_: None, overtime=False)
+    found = measure(find_workload(workload), contestants(), steps, bucket_mb, lambda *_: None, overtime=False)
     if dist.get_rank() == 0:
         print(f"\n{MARK}{json.dumps([asdict(track) for track in found])}", flush=True)
     dist.barrier()
@@ -77,7 +77,15 @@ def run(hosts: int, link: str, options: argparse.Namespace) -> list[Track]:
         elif "Error" in line:
             print(f"host {host} | {line}", file=sys.stderr)
 
-    arguments = ["--rank", "--workload", options.workload, "--steps", str(options.steps + 2)]
+    arguments = [
+        "--rank",
+        "--bucket-mb",
+        str(options.bucket_mb),
+        "--workload",
+        options.workload,
+        "--steps",
+        str(options.steps + 2),
+    ]
     with Lab(plan(hosts=hosts, rate=link)) as lab:
         run_on(lab, ["env", f"{ON_CPU}=1", sys.executable, "-W", "ignore", __file__, *arguments], listen)
     return tracks
@@ -117,15 +125,18 @@ def main() -> None:
     parser.add_argument("--links", default="10mbit,100mbit,unlimited")
     parser.add_argument("--workload", default="gpt-1m")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--bucket-mb", type=float, default=25, help="for all but torch's quantization hooks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.workload, options.steps)
+        rank(options.workload, options.steps, options.bucket_mb)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for hosts in map(int, options.hosts.split(",")):
         for link in options.links.split(","):
-            print(f"\n{hosts} hosts at {link}, {options.workload}, {options.steps} rounds after 2 to warm up")
+            print(
+                f"\n{hosts} hosts at {link}, {options.workload}, buckets of {options.bucket_mb:g} MB, {options.steps} rounds"
+            )
             show(run(hosts, link, options), skip=2)
 
 
