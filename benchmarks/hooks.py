@@ -134,9 +134,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for hosts in map(int, options.hosts.split(",")):
         for link in options.links.split(","):
-            print(
-                f"\n{hosts} hosts at {link}, {options.workload}, buckets of {options.bucket_mb:g} MB, {options.steps} rounds"
-            )
+            size = f"{options.workload} in buckets of {options.bucket_mb:g} MB"
+            print(f"\n{hosts} hosts at {link}, {size}, {options.steps} rounds")
             show(run(hosts, link, options), skip=2)
 
 
