@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
+from tests.simulated import normal, sent_by
 from thinwire import (
     AcrossNodes,
     Bucket,
@@ -37,9 +38,8 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
-from thinwire.programs.program import RESIDUAL, check_fit
+from thinwire.programs.program import RESIDUAL
 from thinwire.testing import SimulatedRanks, check_program
-from thinwire.wire.ops import Collective
 
 untyped: Any = thinwire
 PRESETS = [
@@ -59,10 +59,6 @@ PRESETS = [
     AcrossNodes(Int8(), node_size=2),
     AcrossNodes(PowerSGD(rank=2, min_compression=1), node_size=2),
 ]
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("program", PRESETS, ids=str)
@@ -156,27 +152,6 @@ def test_the_residual_outlives_a_change_of_program() -> None:
     torch.testing.assert_close(mean, kept.mean(0), atol=0.01, rtol=0.02)
 
 
-def sent_by(program: Program, world: int, length: int) -> int:
-    """Bytes that rank 0 sends in a step."""
-    total = 0
-
-    def counted(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        nonlocal total
-        steps, received = program(bucket, memory), None
-        while True:
-            try:
-                op = steps.send(received)
-            except StopIteration as stop:
-                outcome: Outcome = stop.value
-                return outcome
-            if bucket.rank == 0 and isinstance(op, Collective):
-                total += op.bytes_sent(*op.place(0, world))
-            received = yield op
-
-    SimulatedRanks(counted, {"p": (length,)}, world).step(list(normal(0, world, length)))
-    return total
-
-
 @pytest.mark.parametrize(("world", "most"), [(4, 0.55), (8, 0.3)])
 @pytest.mark.parametrize("program", [Int8(), TwoShot(Quantize(affine=True)), thinwire.FP8()], ids=str)
 def test_bytes_do_not_grow_with_the_ranks_as_those_of_torchs_hooks_do(
@@ -214,89 +189,6 @@ class Silent:
 def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
     with pytest.raises(ProgramError, match=r"Silent\(\) does not say what it failed to send"):
         SimulatedRanks(ErrorFeedback(Silent()), {"p": (4,)}, 1).step([torch.ones(4)])
-
-
-def test_partition_gives_each_parameter_to_the_first_rule_that_fits() -> None:
-    program = Partition(
-        [("*.norm", Exact()), ("head.*", TwoShot(SignBits()))], default=TwoShot(Quantize(bits=4))
-    )
-    shapes = {"body.norm": (16,), "body.weight": (64,), "head.norm": (8,), "head.weight": (32,)}
-    gradients = list(normal(0, 2, 120))
-    exact = torch.stack(gradients).mean(0)
-    mean = SimulatedRanks(program, shapes, 2).step(gradients)[0].mean
-    parts = dict(zip(shapes, mean.split([16, 64, 8, 32]), strict=True))
-    wanted = dict(zip(shapes, exact.split([16, 64, 8, 32]), strict=True))
-    for name in ("body.norm", "head.norm"):
-        torch.testing.assert_close(parts[name], wanted[name])
-    assert parts["head.weight"].abs().unique().numel() == 2, "a magnitude for each rank's chunk"
-    assert 2 < parts["body.weight"].abs().unique().numel() <= 15, "7 steps and zero in each of two chunks"
-    assert (parts["body.weight"] - wanted["body.weight"]).abs().max() < 0.6
-
-
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ([("conv.*", Exact())], r"the rule for 'conv\.\*' is never used: it fits no parameter .* fc.weight"),
-        ([("*", Int8()), ("fc.*", Exact())], r"the rule for 'fc\.\*' .* earlier patterns take all it fits"),
-    ],
-)
-def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> None:
-    shapes = {"fc.weight": torch.Size((2, 2)), "fc.bias": torch.Size((2,))}
-    with pytest.raises(OptionError, match=said):
-        check_fit(Warmup(Partition(rules), steps=3), shapes, 2)
-    check_fit(Partition([("*.bias", Exact())]), shapes, 2)
-
-
-@pytest.mark.parametrize("rules", ["fc", [(3, Exact())], [Exact()], [("a", Exact(), 1)]])
-def test_rules_that_are_no_rules_are_refused(rules: Any) -> None:
-    with pytest.raises(OptionError, match="pairs of a pattern and a program"):
-        Partition(rules)
-
-
-@given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (6, 3), (6, 2), (4, 4)]), st.integers(0, 99))
-def test_exact_across_nodes_is_exact(world: tuple[int, int], seed: int) -> None:
-    count, node = world
-    shapes = {"matrix": (17, 3), "wide": (2, 9), "bias": (5,), "scale": ()}
-    gradients = list(normal(seed, count, 75))
-    for outcome in SimulatedRanks(AcrossNodes(Exact(), node_size=node), shapes, count).step(gradients):
-        torch.testing.assert_close(outcome.mean, torch.stack(gradients).mean(0))
-
-
-def test_a_node_sends_others_what_one_rank_would() -> None:
-    alone, length = sent_by(TwoShot(Quantize()), 2, 1 << 16), 1 << 16
-    whole = sent_by(AcrossNodes(TwoShot(Quantize()), node_size=4), 8, length)
-    within = 2 * 3 * (4 * length // 4)  # a reduce-scatter and an all-gather of float32 in the node
-    assert whole - within == pytest.approx(alone / 4, rel=0.02)
-
-
-def test_across_nodes_keeps_its_own_slices_of_the_residual() -> None:
-    ranks = SimulatedRanks(AcrossNodes(Int4(), node_size=2), {"p": (10, 4)}, 4)
-    given_sum, applied = torch.zeros(40), torch.zeros(40)
-    for step in range(6):
-        gradients = list(normal(step, 4, 40))
-        given_sum += torch.stack(gradients).mean(0)
-        applied += ranks.step(gradients)[0].mean
-    slices = [
-        torch.stack(
-            [ranks.kept(rank, f"slice {place} of 2: {RESIDUAL}") for rank in (place, place + 2)]
-        ).mean(0)
-        for place in range(2)
-    ]
-    torch.testing.assert_close(applied + torch.cat(slices), given_sum, atol=1e-5, rtol=1e-5)
-
-
-def test_node_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert AcrossNodes(Exact()).node_size == 8
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(
-        OptionError, match=r"node_size=None .* LOCAL_WORLD_SIZE, which torchrun sets, is not there"
-    ):
-        AcrossNodes(Exact())
-    with pytest.raises(OptionError, match="node_size=0 must be a whole number of ranks"):
-        AcrossNodes(Exact(), node_size=0)
-    with pytest.raises(OptionError, match="node_size=2 does not divide the 3 ranks"):
-        SimulatedRanks(AcrossNodes(Exact(), node_size=2), {"p": (4,)}, 3).step([torch.ones(4)] * 3)
 
 
 @pytest.mark.parametrize(
@@ -392,15 +284,6 @@ def test_what_rounding_and_range_of_the_gradients_dtype_cost_is_fed_back(dtype: 
         applied += mean.float()
     residual = (ranks.kept(0, RESIDUAL) + ranks.kept(1, RESIDUAL)) / 2
     torch.testing.assert_close(applied + residual, given_sum, rtol=1e-5, atol=1)
-
-
-def test_nodes_within_nodes_have_slots_of_their_own() -> None:
-    program = AcrossNodes(AcrossNodes(Int8(), node_size=2), node_size=2)
-    ranks = SimulatedRanks(program, {"p": (16,)}, 8)
-    gradients = list(normal(0, 8, 16))
-    mean = ranks.step(gradients)[0].mean
-    torch.testing.assert_close(mean, torch.stack(gradients).mean(0), atol=0.02, rtol=0)
-    assert ranks.kept(5, f"slice 1 of 2: slice 0 of 2: {RESIDUAL}").shape == (4,)
 
 
 def test_stochastic_codes_do_not_wrap() -> None:

@@ -1,0 +1,32 @@
+"""Helpers of the tests that run programs on simulated ranks."""
+
+import torch
+
+from thinwire import Bucket, Memory, Outcome, Program, Steps
+from thinwire.testing import SimulatedRanks
+from thinwire.wire.ops import Collective
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sent_by(program: Program, world: int, length: int) -> int:
+    """Bytes that rank 0 sends in a step."""
+    total = 0
+
+    def counted(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        nonlocal total
+        steps, received = program(bucket, memory), None
+        while True:
+            try:
+                op = steps.send(received)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            if bucket.rank == 0 and isinstance(op, Collective):
+                total += op.bytes_sent(*op.place(0, world))
+            received = yield op
+
+    SimulatedRanks(counted, {"p": (length,)}, world).step(list(normal(0, world, length)))
+    return total

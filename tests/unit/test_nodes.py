@@ -1,0 +1,66 @@
+"""Exact within a node, compressed between nodes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.simulated import normal, sent_by
+from thinwire import AcrossNodes, Exact, Int4, Int8, OptionError, Quantize, TwoShot
+from thinwire.programs.program import RESIDUAL
+from thinwire.testing import SimulatedRanks
+
+
+@given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (6, 3), (6, 2), (4, 4)]), st.integers(0, 99))
+def test_exact_across_nodes_is_exact(world: tuple[int, int], seed: int) -> None:
+    count, node = world
+    shapes = {"matrix": (17, 3), "wide": (2, 9), "bias": (5,), "scale": ()}
+    gradients = list(normal(seed, count, 75))
+    for outcome in SimulatedRanks(AcrossNodes(Exact(), node_size=node), shapes, count).step(gradients):
+        torch.testing.assert_close(outcome.mean, torch.stack(gradients).mean(0))
+
+
+def test_a_node_sends_others_what_one_rank_would() -> None:
+    alone, length = sent_by(TwoShot(Quantize()), 2, 1 << 16), 1 << 16
+    whole = sent_by(AcrossNodes(TwoShot(Quantize()), node_size=4), 8, length)
+    within = 2 * 3 * (4 * length // 4)  # a reduce-scatter and an all-gather of float32 in the node
+    assert whole - within == pytest.approx(alone / 4, rel=0.02)
+
+
+def test_across_nodes_keeps_its_own_slices_of_the_residual() -> None:
+    ranks = SimulatedRanks(AcrossNodes(Int4(), node_size=2), {"p": (10, 4)}, 4)
+    given_sum, applied = torch.zeros(40), torch.zeros(40)
+    for step in range(6):
+        gradients = list(normal(step, 4, 40))
+        given_sum += torch.stack(gradients).mean(0)
+        applied += ranks.step(gradients)[0].mean
+    slices = [
+        torch.stack(
+            [ranks.kept(rank, f"slice {place} of 2: {RESIDUAL}") for rank in (place, place + 2)]
+        ).mean(0)
+        for place in range(2)
+    ]
+    torch.testing.assert_close(applied + torch.cat(slices), given_sum, atol=1e-5, rtol=1e-5)
+
+
+def test_node_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert AcrossNodes(Exact()).node_size == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(
+        OptionError, match=r"node_size=None .* LOCAL_WORLD_SIZE, which torchrun sets, is not there"
+    ):
+        AcrossNodes(Exact())
+    with pytest.raises(OptionError, match="node_size=0 must be a whole number of ranks"):
+        AcrossNodes(Exact(), node_size=0)
+    with pytest.raises(OptionError, match="node_size=2 does not divide the 3 ranks"):
+        SimulatedRanks(AcrossNodes(Exact(), node_size=2), {"p": (4,)}, 3).step([torch.ones(4)] * 3)
+
+
+def test_nodes_within_nodes_have_slots_of_their_own() -> None:
+    program = AcrossNodes(AcrossNodes(Int8(), node_size=2), node_size=2)
+    ranks = SimulatedRanks(program, {"p": (16,)}, 8)
+    gradients = list(normal(0, 8, 16))
+    mean = ranks.step(gradients)[0].mean
+    torch.testing.assert_close(mean, torch.stack(gradients).mean(0), atol=0.02, rtol=0)
+    assert ranks.kept(5, f"slice 1 of 2: slice 0 of 2: {RESIDUAL}").shape == (4,)
