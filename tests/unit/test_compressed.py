@@ -143,6 +143,16 @@ def test_half_precision_gradients_have_a_float32_residual() -> None:
     assert ranks.kept(0, RESIDUAL).dtype == torch.float32
 
 
+def test_a_half_precision_residual_of_another_program_becomes_float32() -> None:
+    ranks = SimulatedRanks(PowerSGD(rank=1, min_compression=1), {"p": (8, 8)}, 2)
+    gradients = [normal(rank, 64).bfloat16() for rank in range(2)]
+    ranks.step(gradients)
+    assert ranks.kept(0, RESIDUAL).dtype == torch.bfloat16
+    ranks.program = Int8()
+    ranks.step(gradients)
+    assert ranks.kept(0, RESIDUAL).dtype == torch.float32
+
+
 def test_the_residual_outlives_a_change_of_program() -> None:
     ranks = SimulatedRanks(Int4(), {"p": (64,)}, 2)
     ranks.step(list(normal(0, 2, 64)))

@@ -63,8 +63,11 @@ class ErrorFeedback:
         corrected = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
         residuals = []
         for name, gradient in zip(bucket.names, unpack(corrected, bucket.shapes), strict=True):
-            residuals.append(memory.slot(name, RESIDUAL, partial(torch.zeros_like, gradient)))
-            gradient.add_(residuals[-1], alpha=self.keep)
+            residual = memory.slot(name, RESIDUAL, partial(torch.zeros_like, gradient))
+            if residual.dtype != gradient.dtype:  # another program left it
+                residual = memory.put(name, RESIDUAL, residual.to(gradient.dtype))
+            residuals.append(residual)
+            gradient.add_(residual, alpha=self.keep)
         outcome = yield from self.program(replace(bucket, buffer=corrected, track_error=True), memory)
         if outcome.error is None:
             raise ProgramError(

@@ -141,6 +141,11 @@ class Memory:
             slots[full_key] = make()
         return slots[full_key]
 
+    def put(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep another tensor under `key` from now on."""
+        self._slots.setdefault(name, {})[self._scope + key] = tensor
+        return tensor
+
     def scoped(self, scope: str) -> "Memory":
         """The same memory for a program that sees something else than whole parameters: slots of its own."""
         view = Memory()
