@@ -210,6 +210,12 @@ def test_a_user_without_any_right_can_open_a_lab() -> None:
     child.close()
 
 
+def heed_signals() -> None:
+    """Whoever runs the tests may ignore them (nohup does), and children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def opened_elsewhere(folder: Path) -> subprocess.Popen[str]:
     """`thinwire lab` in a process of its own, once its command runs."""
     command = [
@@ -224,7 +230,9 @@ def opened_elsewhere(folder: Path) -> subprocess.Popen[str]:
         "-c",
         "touch $0/$RANK; sleep 62",
     ]
-    process = subprocess.Popen([*command, str(folder)], text=True, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, str(folder)], text=True, stderr=subprocess.DEVNULL, preexec_fn=heed_signals
+    )
     ends = time.monotonic() + 60
     while len(list(folder.iterdir())) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
