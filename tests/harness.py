@@ -90,10 +90,14 @@ def _rank_main(
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    world: object = None
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         limit = timedelta(seconds=group_timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        # Held to the end by this thread: torch's hooks drop references on Gloo's own, and a group freed
+        # there waits for itself ("Resource deadlock avoided").
+        world = dist.group.WORLD
         result = function(rank, world_size, *args)
         gc.collect()
         leaked = [thread.name for thread in threading.enumerate() if "thinwire" in thread.name]
@@ -104,3 +108,4 @@ def _rank_main(
         message = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(message))
     pipe.close()
+    del world

@@ -107,7 +107,7 @@ class DiesFirst:
 
 def bereft(rank: int, world_size: int) -> tuple[str, str]:
     ddp = DDP(mlp(), bucket_cap_mb=0.002)
-    thinwire.attach(ddp, DiesFirst(victim=3), timeout=6.0)
+    thinwire.attach(ddp, DiesFirst(victim=3), timeout=4.0)
     try:
         ddp(batch(rank, 0)).square().mean().backward()
     except thinwire.ThinwireError as error:
@@ -270,9 +270,9 @@ def test_the_battery_refuses_what_it_cannot_run() -> None:
         (register_local, "step 0: ranks 0 and 1 hold different gradients"),
         (register_halving, "step 0: the gradients are off by 50.00%"),
         (register_raising, "rank 1 raised:(.|\n)*a bug on rank 1"),
-        (register_stuck, r"ranks \[0, 1\] hang after 8 s"),
+        (register_stuck, r"ranks \[0, 1\] hang after 6 s"),
     ],
 )
 def test_the_battery_finds_wrong_hooks(register: Any, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        check_hook(register, ranks=2, steps=2, seconds=8 if register is register_stuck else 60)
+        check_hook(register, ranks=2, steps=2, seconds=6 if register is register_stuck else 60)
