@@ -1,0 +1,1 @@
+"""Averages models instead of gradients: when, over whom, and what with."""
