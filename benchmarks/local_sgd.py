@@ -11,6 +11,7 @@ rank 0's model on held-out text. The learning rate warms up and falls along a co
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,21 +36,9 @@ HELD_OUT = 16
 
 def diloco(options: argparse.Namespace, **more: Any) -> thinwire.DiLoCo:
     """All of them with the same outer optimizer."""
-    outer = Nesterov(options.outer_lr, options.outer_momentum)
+    momentum = options.outer_momentum
+    outer = partial(torch.optim.SGD, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
     return thinwire.DiLoCo(period=options.period, outer=outer, **more)
-
-
-class Nesterov:
-    """An outer optimizer that shows its options and can be pickled."""
-
-    def __init__(self, lr: float, momentum: float) -> None:
-        self.options = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
-
-    def __call__(self, anchors: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(anchors, **self.options)
-
-    def __repr__(self) -> str:
-        return f"Nesterov({self.options})"
 
 
 def train(rank: int, world_size: int, name: str, options: argparse.Namespace) -> list[tuple[int, int, float]]:
@@ -99,7 +88,7 @@ def main() -> None:
     base: tuple[int, int, float] | None = None
     for name in options.only.split(","):
         points = ranks.run(train, options.ranks, name, options)
-        steps, sent, loss = points[-1]
+        _, sent, loss = points[-1]
         base = base or points[-1]
         print(f"\n{name}: loss {loss:.4f} ({loss / base[2] - 1:+.2%}), {sent / 1e6:.2f} MB sent", end="")
         print(f" (1/{base[1] / sent:.0f} of {options.only.split(',')[0]}'s)" if sent else "")

@@ -87,7 +87,8 @@ def attach(
         bridge.engine.close()
         raise
     except RuntimeError as error:
-        wire._stop_averaging()
+        if wire._averager is not None:
+            wire._averager.close()
         bridge.engine.close()
         raise AttachError(f"DDP did not accept the hook: {error}") from error
     return wire
@@ -138,7 +139,8 @@ class Wire:
         """Run another program from the next step on; call it on every rank, between steps.
 
         What the old program remembered by parameter stays, so that swapping back loses nothing. Models that
-        were averaged are first made one, as by `finalize`, and a new way of averaging counts from here on.
+        were averaged are first made one, as by `finalize`, and so is the optimizer's state: means, and of
+        counts rank 0's. A new way of averaging counts from here on.
         """
         ddp, communicator = self._ddp(), self._bridge.communicator
         if ddp is None:
@@ -147,9 +149,10 @@ class Wire:
         _check_program(program, ddp, optimizers)
         self._between_steps("swap")
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
-        self.finalize()
-        self._stop_averaging()
-        self._program, self._averager = program, self._new_averager(program, ddp)
+        if self._averager is not None:
+            self._averager.retire()
+        self._averager = self._new_averager(program, ddp)
+        self._program = program
 
     def finalize(self) -> None:
         """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
@@ -159,8 +162,13 @@ class Wire:
         may go on afterwards.
         """
         self._between_steps("finalize")
-        if self._averager is not None:
-            self._averager.finalize()
+        if self._averager is None:
+            return
+        if self._ddp() is None:
+            raise AttachError(
+                "finalize was called on a wire whose DDP model is gone: call it while that lives"
+            )
+        self._averager.finalize()
 
     def disable(self) -> None:
         """Back to the exact mean; the same as `swap(Exact())`."""
@@ -226,11 +234,6 @@ class Wire:
         except ThinwireError:
             communicator.close()
             raise
-
-    def _stop_averaging(self) -> None:
-        if self._averager is not None:
-            self._averager.close()
-            self._averager = None
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         engine, averager = self._bridge.engine, self._averager

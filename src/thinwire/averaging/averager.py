@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.anchors import Anchors, split_evenly
-from thinwire.averaging.beside import mean_of_states, reset_states, share_buffers
+from thinwire.averaging.beside import mean_of_states, one_state, reset_states, share_buffers
 from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.gradients import Alone, Within
@@ -113,8 +113,18 @@ class Averager:
                 self._anchors.move_to(self._parameters)
             self._apart = False
 
+    def retire(self) -> None:
+        """Leave all ranks with one model and one optimizer state, and stop averaging."""
+        if self._rounds.open or not self.warm:
+            self.finalize()
+            with torch.no_grad():
+                held = [self._parameters[name] for names in self._fragments for name in names]
+                states = one_state(held, self._optimizers, len(self._everybody))
+                self._run(states, self._everybody, "optimizer state")
+        self.close()
+
     def close(self) -> None:
-        """Stop averaging; the model's ranks should have been finalized."""
+        """Stop averaging, whatever ranks hold."""
         self._rounds.remove()
         ddp = self._ddp()
         if ddp is not None:
