@@ -1,28 +1,40 @@
-"""Loss against steps and against bytes: DDP, post-local SGD, DiLoCo exact and compressed, streaming.
+"""Loss against steps, bytes and time: DDP, post-local SGD, DiLoCo exact and compressed, streaming.
 
-    .venv/bin/python benchmarks/local_sgd.py                    # four ranks, 512 steps, about 10 minutes
-    .venv/bin/python benchmarks/local_sgd.py --period 16 --steps 256 --only "DDP,DiLoCo int4"
+    .venv/bin/python benchmarks/local_sgd.py                                  # loss: four ranks over loopback
+    .venv/bin/python benchmarks/local_sgd.py --link 100mbit --steps 64        # time: four emulated hosts
+    .venv/bin/python benchmarks/local_sgd.py --only "DDP,DiLoCo int4" --period 32
 
 Every contestant trains the same small GPT from the same weights on the same batches, on real ranks. Bytes are
-those that rank 0 sent, from the wire's meter, the last exchange of `finalize` included. The loss is that of
-rank 0's model on held-out text. The learning rate warms up and falls along a cosine, the same for all.
+those that rank 0 sent, from the wire's meter, the last exchange by `finalize` included. The loss is that of
+rank 0's model on held-out text. The learning rate rises over a sixteenth of the steps, then falls along a
+cosine to a tenth; it is the same for all.
 """
 
 import argparse
+import json
 import math
+import os
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from benchmarks import ranks
-from thinwire.bench.workloads import find_workload
+from thinwire.bench.workloads import Workload, find_workload
+from thinwire.lab.namespaces import Lab
+from thinwire.lab.network import plan
+from thinwire.lab.run import run_on
 
-Contestant = Callable[[argparse.Namespace], Any]
-CONTESTANTS: dict[str, Contestant] = {
+Point = tuple[int, float, int, float]
+"""Steps, seconds, bytes sent and held-out loss so far."""
+Options = argparse.Namespace
+CONTESTANTS: dict[str, Callable[[Options], Any]] = {
     "DDP": lambda o: thinwire.Exact(),
     "post-local SGD": lambda o: thinwire.LocalSGD(period=o.period, warmup_steps=o.steps // 8),
     "DiLoCo exact": lambda o: diloco(o),
@@ -32,27 +44,28 @@ CONTESTANTS: dict[str, Contestant] = {
 }
 POINTS = 8
 HELD_OUT = 16
+MARK = "local_sgd "
 
 
-def diloco(options: argparse.Namespace, **more: Any) -> thinwire.DiLoCo:
+def diloco(options: Options, **more: Any) -> thinwire.DiLoCo:
     """All of them with the same outer optimizer."""
     momentum = options.outer_momentum
     outer = partial(torch.optim.SGD, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
     return thinwire.DiLoCo(period=options.period, outer=outer, **more)
 
 
-def train(rank: int, world_size: int, name: str, options: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """(steps, bytes sent, held-out loss) at a few points, the last after `finalize`."""
+def train(rank: int, world_size: int, name: str, options: Options) -> list[Point]:
+    """What a contestant reached at a few points, the last after `finalize`; evaluation takes no time."""
     workload = find_workload(options.workload)
     ddp = DDP(workload.model())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr)
-    total, warm = options.steps, max(1, options.steps // 16)
+    total, rise = options.steps, max(1, options.steps // 16)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda s: min((s + 1) / warm, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, s / total)))),
+        optimizer, lambda s: min((s + 1) / rise, 0.55 + 0.45 * math.cos(math.pi * min(1.0, s / total)))
     )
     wire = thinwire.attach(ddp, CONTESTANTS[name](options), optimizer=optimizer)
-    points = []
+    points: list[Point] = []
+    seconds, since = 0.0, time.perf_counter()
     for step in range(1, total + 1):
         optimizer.zero_grad()
         ddp(workload.batch(rank, step)).backward()
@@ -60,16 +73,65 @@ def train(rank: int, world_size: int, name: str, options: argparse.Namespace) ->
         scheduler.step()
         if step == total:
             wire.finalize()
-        if step * POINTS % total == 0 and rank == 0:
-            points.append((step, wire.stats().bytes_sent, held_out_loss(ddp.module, workload)))
+        if step * POINTS % total == 0:
+            seconds += time.perf_counter() - since
+            loss = held_out_loss(ddp.module, workload) if rank == 0 else 0.0
+            points.append((step, seconds, wire.stats().bytes_sent, loss))
+            dist.barrier()
+            since = time.perf_counter()
     return points
 
 
-def held_out_loss(model: torch.nn.Module, workload: Any) -> float:
+def held_out_loss(model: torch.nn.Module, workload: Workload) -> float:
     """The mean over some batches that nobody trains on."""
+    assert workload.held_out is not None
     with torch.no_grad():
         losses = [float(model(workload.held_out(0, index))) for index in range(HELD_OUT)]
     return sum(losses) / len(losses)
+
+
+def on_hosts(name: str, options: Options) -> list[Point]:
+    """Train on emulated hosts, one rank each."""
+    found: list[Point] = []
+
+    def listen(host: int, stream: str, line: str) -> None:
+        if line.startswith(MARK):
+            found.extend(json.loads(line.removeprefix(MARK)))
+        elif "Error" in line:
+            print(f"host {host} | {line}", file=sys.stderr)
+
+    told = {key: value for key, value in vars(options).items() if key not in ("only", "link", "as_host")}
+    arguments = [text for key, value in told.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    with Lab(plan(hosts=options.ranks, rate=options.link)) as lab:
+        run_on(lab, [sys.executable, "-W", "ignore", __file__, "--as-host", name, *arguments], listen)
+    return found
+
+
+def as_host(options: Options) -> None:
+    """One rank on its host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    points = train(dist.get_rank(), dist.get_world_size(), options.as_host, options)
+    if dist.get_rank() == 0:
+        print(f"\n{MARK}{json.dumps(points)}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(name: str, points: list[Point], base: Point, timed: bool) -> None:
+    """A contestant's way, and its end against the first one's."""
+    _, seconds, sent, loss = points[-1]
+    ratio = base[2] / sent if sent else math.inf
+    print(
+        f"\n{name}: loss {loss:.4f} ({loss / base[3] - 1:+.2%}), {sent / 1e6:.2f} MB, 1/{ratio:.0f}", end=""
+    )
+    print(f", {seconds:.1f} s, {base[1] / seconds:.2f} x as fast" if timed else "")
+    print("  steps  " + "".join(f"{point[0]:>9}" for point in points))
+    print("  MB     " + "".join(f"{point[2] / 1e6:>9.2f}" for point in points))
+    print("  loss   " + "".join(f"{point[3]:>9.4f}" for point in points))
+    if timed:
+        print("  s      " + "".join(f"{point[1]:>9.1f}" for point in points))
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -78,23 +140,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--period", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--workload", default="gpt-1m")
-    parser.add_argument("--only", default=",".join(CONTESTANTS))
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="names, separated by commas")
+    parser.add_argument("--link", help="emulate hosts with such links, and measure times")
+    parser.add_argument("--as-host", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    print(vars(options))
-    base: tuple[int, int, float] | None = None
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.as_host:
+        as_host(options)
+        return
+    print(" ".join(f"{key}={value}" for key, value in vars(options).items() if value is not None))
+    base: Point | None = None
     for name in options.only.split(","):
-        points = ranks.run(train, options.ranks, name, options)
-        _, sent, loss = points[-1]
+        points = on_hosts(name, options) if options.link else ranks.run(train, options.ranks, name, options)
         base = base or points[-1]
-        print(f"\n{name}: loss {loss:.4f} ({loss / base[2] - 1:+.2%}), {sent / 1e6:.2f} MB sent", end="")
-        print(f" (1/{base[1] / sent:.0f} of {options.only.split(',')[0]}'s)" if sent else "")
-        print("  steps  " + "".join(f"{step:>9}" for step, _, _ in points))
-        print("  MB     " + "".join(f"{sent / 1e6:>9.2f}" for _, sent, _ in points))
-        print("  loss   " + "".join(f"{loss:>9.4f}" for _, _, loss in points), flush=True)
+        show(name, points, base, timed=bool(options.link))
 
 
 if __name__ == "__main__":
