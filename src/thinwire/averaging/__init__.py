@@ -1,0 +1,1 @@
+"""When to average parameters, which of them, and over whom."""
