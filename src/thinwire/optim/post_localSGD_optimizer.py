@@ -129,7 +129,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make a local step, then average parameters if the averager says so; returns the closure's loss."""
         loss = self._local_step(closure)
         self.averager.average_parameters(params=self.param_groups)
