@@ -105,6 +105,18 @@ def mixed(kit: Kit, rank: int) -> torch.Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in parameters])[None]
 
 
+def levels_of(kit: Kit, rank: int, levels: dict[int, int]) -> torch.Tensor:
+    """Who averages with whom, and at which step."""
+    averager = kit.hierarchical.HierarchicalModelAverager(OrderedDict(levels))
+    rows = []
+    for averager.step in range(16):
+        group = averager._find_process_group()
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        assert not ranks or dist.get_group_rank(group, rank) == ranks.index(rank)
+        rows.append(torch.tensor(sum(1 << each for each in ranks)))
+    return torch.stack(rows)
+
+
 def both(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     subgroup, _ = dist.new_subgroups(group_size=world_size // 2)
     cases: dict[str, tuple[Any, ...]] = {
@@ -118,6 +130,7 @@ def both(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tens
     }
     if world_size == 4:
         cases["three levels"] = (hierarchical, {2: 1, 4: 2, 8: 4})
+        cases["levels"] = (levels_of, {2: 1, 4: 2, 8: 4})
     return {
         name: (case(OURS, rank, *options), case(TORCHS, rank, *options))
         for name, (case, *options) in cases.items()

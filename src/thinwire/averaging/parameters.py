@@ -6,12 +6,17 @@ Each tensor keeps its memory, strides and dtype, so views of it, optimizers and 
 notice. Parameters of several dtypes travel in the one that holds them all.
 """
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
+from thinwire.errors import MismatchError
 from thinwire.wire.ops import AllReduce, Steps
 from thinwire.wire.pack import pack, unpack
+
+_ROOM = 512
+"""What ranks agree by has a multiple of this many numbers, so that also unequal ranks can talk."""
 
 
 def average(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
@@ -43,11 +48,21 @@ def average_used(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
     """
     if size == 1 or not parameters:
         return
-    used = torch.tensor(
-        [parameter.grad is not None for parameter in parameters],
-        dtype=torch.int32,
-        device=parameters[0].device,
-    )
-    used = yield AllReduce(used)
-    agreed = zip(parameters, used.tolist(), strict=True)
-    yield from average([parameter for parameter, ranks in agreed if ranks], size)
+    own = _fingerprint(parameters)
+    used = [int(parameter.grad is not None) for parameter in parameters]
+    room = [0] * (-(len(used) + 2) % _ROOM)
+    sums = yield AllReduce(torch.tensor([own, own * own, *used, *room], device=parameters[0].device))
+    total, squares, *users = sums.tolist()
+    if size * squares != total * total:  # the variance, which is 0 just where all ranks have the same
+        raise MismatchError(
+            f"this rank would average {len(used)} parameters, {sum(used)} of them with gradients, and others"
+            " have a different number, or other shapes or dtypes: give all of a model's parameters, in the"
+            " same order on every rank"
+        )
+    yield from average([each for each, count in zip(parameters, users, strict=False) if count], size)
+
+
+def _fingerprint(parameters: Sequence[torch.Tensor]) -> int:
+    """24 bits, so that the sum of many squares is still a whole number of 64."""
+    kinds = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+    return zlib.crc32(repr(kinds).encode()) & 0xFFFFFF
