@@ -6,6 +6,10 @@ Example::
 """
 
 from thinwire.attach import Wire, attach
+from thinwire.averaging.diloco import DiLoCo
+from thinwire.averaging.hierarchical import Hierarchical
+from thinwire.averaging.local_sgd import LocalSGD
+from thinwire.averaging.policy import Averaging
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import BlockCodec, Codec
 from thinwire.codecs.float8 import Float8
@@ -15,6 +19,7 @@ from thinwire.codecs.sign import SignBits
 from thinwire.codecs.topk import LargestEntries
 from thinwire.errors import (
     AttachError,
+    DivergedError,
     DriftError,
     LabError,
     MismatchError,
@@ -57,21 +62,26 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "AttachError",
+    "Averaging",
     "Await",
     "BlockCodec",
     "Broadcast",
     "Bucket",
     "Cast",
     "Codec",
+    "DiLoCo",
+    "DivergedError",
     "DriftError",
     "ErrorFeedback",
     "Exact",
     "Float8",
     "Gathered",
+    "Hierarchical",
     "Int4",
     "Int8",
     "LabError",
     "LargestEntries",
+    "LocalSGD",
     "Memory",
     "MismatchError",
     "OptionError",

@@ -1,50 +1,57 @@
-"""One line turns a DDP model's gradient exchange into a program: `wire = attach(ddp, BF16())`."""
+"""One line decides what a DDP model's ranks exchange: `wire = attach(ddp, BF16())`."""
 
 # DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from thinwire.averaging.averager import Averager
+from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
-from thinwire.errors import AttachError, OptionError, StateError, ThinwireError
+from thinwire.errors import AttachError, OptionError, StateError, ThinwireError, UnavailableError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.program import Memory, Program, check_fit, describe, require_program
 from thinwire.programs.replicas import compare_replicas, fingerprints
+from thinwire.state import FORMAT, own_state
 from thinwire.wire.agree import Meeting
-from thinwire.wire.meter import Stats
-
-_STATE = {"format", "program", "step", "rank", "world_size", "memory"}
-_FORMAT = 1
+from thinwire.wire.communicator import Communicator
+from thinwire.wire.meter import Meter, Stats
 
 
 def attach(
     ddp: DistributedDataParallel,
-    program: Program,
+    program: Program | Averaging,
     *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
     check_every: int = 0,
     history: int = 1000,
 ) -> "Wire":
-    """Average `ddp`'s gradients by `program` from now on.
+    """Average `ddp`'s gradients by `program` from now on; or its models, every so many steps.
 
     Every rank of the model's process group must call it, at the same point: ranks compare versions,
     program, options and parameters, and a difference raises on all of them.
 
     Args:
         ddp: A DistributedDataParallel model that has no communication hook yet.
-        program: What to do with each bucket, such as `Exact()` or `BF16()`.
+        program: What to do with each bucket, such as `Exact()` or `BF16()`; or when to average models
+            instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`.
+        optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it: they
+            average after its steps.
         timeout: Seconds (or a timedelta) that a collective may take before it is an error on this rank.
             Default: the time limit of the model's process group. Choose it well above the longest pause
             of any rank within a step.
         check_every: Every so many steps, compare a fingerprint of all parameters across ranks, and raise
             `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes
-            per parameter tensor and rank. 0: never.
+            per parameter tensor and rank. Where models are averaged: every so many averages among all ranks.
+            0: never.
         history: How many steps `wire.stats()` keeps in full.
 
     Returns:
@@ -63,7 +70,8 @@ def attach(
         )
     try:
         _check_hooks(ddp)
-        _check_program(program, ddp)
+        optimizers = _optimizers(optimizer, ddp)
+        _check_program(program, ddp, optimizers)
         _check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         _check_at_least("history", history, 1, "stats() shows the latest steps")
         limit = _limit(timeout)
@@ -71,11 +79,16 @@ def attach(
         decline(str(error), Meeting(ddp.process_group))
         raise
     set_up = set_up_of(ddp, program, check_every=check_every)
-    bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, history=history)
-    wire = Wire(bridge, program, ddp, check_every)
+    bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, meter=Meter(history))
     try:
+        wire = Wire(bridge, program, ddp, optimizers, check_every)
         ddp.register_comm_hook(wire, thinwire_hook)
+    except ThinwireError:
+        bridge.engine.close()
+        raise
     except RuntimeError as error:
+        if wire._averager is not None:
+            wire._averager.close()
         bridge.engine.close()
         raise AttachError(f"DDP did not accept the hook: {error}") from error
     return wire
@@ -87,7 +100,7 @@ def thinwire_hook(wire: "Wire", bucket: dist.GradBucket) -> torch.futures.Future
 
 
 class Wire:
-    """What `attach` returns: the handle to a model's gradient exchange.
+    """What `attach` returns: the handle to what a model's ranks exchange.
 
     It does not keep the model alive, and the model's thread ends with the model.
     """
@@ -95,19 +108,22 @@ class Wire:
     def __init__(
         self,
         bridge: Bridge,
-        program: Program,
+        program: Program | Averaging,
         ddp: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
         check_every: int,
     ) -> None:
         self._bridge = bridge
         self._program = program
         self._memory = Memory()
         self._ddp = weakref.ref(ddp)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._check_every = check_every
+        self._averager = self._new_averager(program, ddp)
 
     @property
-    def program(self) -> Program:
-        """The program that runs now."""
+    def program(self) -> Program | Averaging:
+        """The program, or the way of averaging models, that runs now."""
         return self._program
 
     @property
@@ -119,18 +135,40 @@ class Wire:
         """Bytes and times so far: totals, and the latest steps in full."""
         return self._bridge.engine.stats()
 
-    def swap(self, program: Program) -> None:
+    def swap(self, program: Program | Averaging) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
-        What the old program remembered by parameter stays, so that swapping back loses nothing.
+        What the old program remembered by parameter stays, so that swapping back loses nothing. Models that
+        were averaged are first made one, as by `finalize`, and so is the optimizer's state: means, and of
+        counts rank 0's. A new way of averaging counts from here on.
         """
         ddp, communicator = self._ddp(), self._bridge.communicator
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
-        _check_program(program, ddp)
+        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+        _check_program(program, ddp, optimizers)
         self._between_steps("swap")
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
+        if self._averager is not None:
+            self._averager.retire()
+        self._averager = self._new_averager(program, ddp)
         self._program = program
+
+    def finalize(self) -> None:
+        """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
+
+        Only `LocalSGD` and its like need it: exchanges under way are used, then parameters become their exact
+        mean, and buffers what `buffers` says. Where ranks hold one model already, nothing is sent. Training
+        may go on afterwards.
+        """
+        self._between_steps("finalize")
+        if self._averager is None:
+            return
+        if self._ddp() is None:
+            raise AttachError(
+                "finalize was called on a wire whose DDP model is gone: call it while that lives"
+            )
+        self._averager.finalize()
 
     def disable(self) -> None:
         """Back to the exact mean; the same as `swap(Exact())`."""
@@ -139,70 +177,81 @@ class Wire:
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, by parameter name: tensors and plain values only.
 
-        Ranks differ, so every rank must save its own.
+        Ranks differ, so every rank must save its own; where models are averaged, its own optimizer too. What
+        is under way is waited for and saved. This rank's parameters are in it while models are apart.
         """
         self._between_steps("state_dict")
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "program": describe(self._program),
             "step": self.step,
             "rank": self._bridge.communicator.rank,
             "world_size": self._bridge.communicator.size,
             "memory": self._memory.state_dict(),
+            "averaging": None if self._averager is None else self._averager.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state of the same program; every rank must call it, each with its own state.
 
-        Valid before the first backward. Raises StateError and changes nothing where the state does not fit,
-        MismatchError where ranks come from different steps.
+        Valid before the first backward, after the model and the optimizer were loaded. With another number of
+        ranks than at the save, give every rank the list of all ranks' states: what they shared is taken over,
+        residuals and models that were apart become their mean, so nothing is lost.
+
+        Raises StateError and changes nothing where the state does not fit, MismatchError where ranks come
+        from different steps.
         """
         self._between_steps("load_state_dict")
         communicator = self._bridge.communicator
         try:
-            memory = self._checked_state(state)
+            own = own_state(state, describe(self._program), communicator.rank, communicator.size)
+            memory = Memory()
+            memory.load_state_dict(own["memory"], self._shapes())
+            take_over = self._averager.prepare(own.get("averaging")) if self._averager is not None else None
         except StateError as error:
             decline(str(error), communicator.meeting, topic="load_state_dict")
             raise
-        saved = {"step": str(state["step"])}
+        saved = {"step": str(own["step"])}
         agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
         self._memory = memory
-        self._bridge.engine.step = state["step"]
+        self._bridge.engine.step = own["step"]
+        if take_over is not None:
+            take_over()
 
-    def _checked_state(self, state: Mapping[str, Any]) -> Memory:
-        """The memory that a state holds, if all of the state fits."""
-        if not isinstance(state, Mapping) or not set(state) >= _STATE:
-            raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
-        if state["format"] != _FORMAT:
-            raise StateError(
-                f"format {state['format']!r} is not {_FORMAT}: the state was written by another version"
-            )
-        if state["program"] != describe(self._program):
-            raise StateError(
-                f"the state belongs to {state['program']}, but {describe(self._program)} is running: attach"
-                " the saved program, load, and swap afterwards"
-            )
-        step = state["step"]
-        if not isinstance(step, int) or step < 0:
-            raise StateError(f"step={step!r} must be a whole number from 0 on")
-        communicator = self._bridge.communicator
-        whose = (state["rank"], state["world_size"])
-        if whose != (communicator.rank, communicator.size):
-            raise StateError(
-                f"the state is that of rank {whose[0]} of {whose[1]}, and this is rank {communicator.rank} of"
-                f" {communicator.size}: residuals are each rank's own, so each loads what it saved itself"
-            )
+    def _shapes(self) -> dict[str, torch.Size]:
         ddp = self._ddp()
-        shapes = {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
-        memory = Memory()
-        memory.load_state_dict(state["memory"], shapes)
-        return memory
+        return {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
+
+    def _new_averager(self, program: Program | Averaging, ddp: DistributedDataParallel) -> Averager | None:
+        if not isinstance(program, Averaging):
+            return None
+        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+        communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
+        communicator.open()
+        try:
+            meter, parameters = self._bridge.engine.meter, parameters_of(ddp)
+            return Averager(program, ddp, parameters, optimizers, communicator, meter, self._check_every)
+        except ThinwireError:
+            communicator.close()
+            raise
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        engine = self._bridge.engine
-        if self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
+        engine, averager = self._bridge.engine, self._averager
+        same = averager is None or averager.warm
+        if same and self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
             self._compare_replicas()
-        return self._bridge.run(self._program, bucket, self._memory)
+        if averager is None:
+            assert not isinstance(self._program, Averaging), "it has an averager"
+            return self._bridge.run(self._program, bucket, self._memory)
+        if not in_backward():
+            raise UnavailableError(
+                "a rank has run out of inputs (Join), and models that are averaged cannot go on without it:"
+                " give every rank the same number of batches"
+            )
+        future = self._bridge.run(averager.gradient_program(), bucket, self._memory)
+        if bucket.is_last():
+            averager.backward_ended()
+        return future
 
     def _compare_replicas(self) -> None:
         ddp, engine = self._ddp(), self._bridge.engine
@@ -241,11 +290,36 @@ def _check_at_least(name: str, value: object, least: int, why: str) -> None:
         raise OptionError(f"{name}={value!r} must be a whole number, at least {least}: {why}")
 
 
-def _check_program(program: Program, ddp: DistributedDataParallel) -> None:
-    require_program(program)
+def _check_program(
+    program: Program | Averaging, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
+) -> None:
+    if not isinstance(program, Averaging):
+        require_program(program)
+    elif not optimizers:
+        raise OptionError(
+            f"{program!r} averages models after the optimizer's steps: give it, as in"
+            " attach(ddp, ..., optimizer=optimizer)"
+        )
     describe(program)
     shapes = {name: parameter.shape for name, parameter in parameters_of(ddp).items()}
     check_fit(program, shapes, ddp.process_group.size())
+
+
+def _optimizers(given: object, ddp: DistributedDataParallel) -> list[Optimizer]:
+    optimizers: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
+    own = set(map(id, parameters_of(ddp).values()))
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(
+                f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or a list of them: its hooks tell"
+                " when a step is over"
+            )
+        if not own & {id(one) for group in optimizer.param_groups for one in group["params"]}:
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__} holds none of the model's parameters: give the one"
+                " that steps this model"
+            )
+    return optimizers
 
 
 def _limit(timeout: timedelta | float | None) -> timedelta | None:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import MismatchError, ProgramError, UnavailableError, WireError
-from thinwire.programs.program import Bucket, Memory, Outcome, Program, describe
+from thinwire.errors import MismatchError, UnavailableError, WireError
+from thinwire.programs.program import Bucket, Memory, Program, describe, mean_by
 from thinwire.version import __version__
 from thinwire.wire.agree import Meeting, ranks_text
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
-from thinwire.wire.ops import Steps
+from thinwire.wire.meter import Meter
 
 _ATTACH = "attach"
 _IN_FULL = " in full"
@@ -42,7 +42,7 @@ class Bridge:
         set_up: dict[str, str],
         *,
         limit: timedelta | None = None,
-        history: int = 1000,
+        meter: Meter | None = None,
     ) -> None:
         parameters = parameters_of(ddp)
         self.names = {id(parameter): name for name, parameter in parameters.items()}
@@ -50,7 +50,7 @@ class Bridge:
         agree_on(set_up, self.communicator.meeting, self.communicator.limit)
         self.communicator.open()
         device = next(iter(parameters.values())).device
-        self.engine = Engine(self.communicator, device=device, history=history)
+        self.engine = Engine(self.communicator, device=device, meter=meter)
         self._latest = -1
         weakref.finalize(ddp, self.engine.close)
 
@@ -61,7 +61,7 @@ class Bridge:
         check_bucket(grad_bucket)
         bucket, last = self._describe(grad_bucket), grad_bucket.is_last()
         self._check_sequence(bucket, last)
-        steps = _checked(program, bucket, memory)
+        steps = mean_by(program, bucket, memory)
         future = self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
         if last and in_backward():  # a joined rank learns of errors by the futures
             Variable._execution_engine.queue_callback(self._before_ddp_finishes)
@@ -117,27 +117,6 @@ def _shape_in(buffer: torch.Tensor, parameter: torch.Tensor) -> torch.Size:
     return torch.Size((*parameter.shape, 2)) if pairs else parameter.shape
 
 
-def _checked(program: Program, bucket: Bucket, memory: Memory) -> Steps[torch.Tensor]:
-    """The program, with its outcome held against what DDP needs."""
-    expected = (bucket.buffer.shape, bucket.buffer.dtype, bucket.buffer.device)
-    outcome = yield from program(bucket, memory)
-    if not isinstance(outcome, Outcome):
-        raise ProgramError(
-            f"{describe(program)} returned a {type(outcome).__name__} for {bucket}: return Outcome(mean)"
-        )
-    got = (outcome.mean.shape, outcome.mean.dtype, outcome.mean.device)
-    if got != expected:
-        raise ProgramError(
-            f"{describe(program)} returned a mean of {_sort(*got)} for {bucket}: it must be like the"
-            f" bucket's buffer, {_sort(*expected)}"
-        )
-    return outcome.mean
-
-
-def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"shape {tuple(shape)}, {dtype}, on {device}"
-
-
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP keeps equal, by their names in the wrapped model.
 
@@ -150,7 +129,7 @@ def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]
     }
 
 
-def set_up_of(ddp: DistributedDataParallel, program: Program, **options: object) -> dict[str, str]:
+def set_up_of(ddp: DistributedDataParallel, program: object, **options: object) -> dict[str, str]:
     """All that must be equal on every rank, as text."""
     return {
         "thinwire version": __version__,

@@ -6,6 +6,7 @@ ThinwireError
 ├── ProgramError      a program that broke the rules of the wire  (also a RuntimeError)
 ├── MismatchError     ranks that were set up differently          (also a RuntimeError)
 ├── DriftError        replicas that no longer hold the same model (also a RuntimeError)
+├── DivergedError     models whose average is not finite          (also a RuntimeError)
 ├── WireError         a collective that failed or took too long   (also a RuntimeError)
 ├── StateError        a state_dict that does not fit              (also a ValueError)
 ├── LabError          an emulated network that failed             (also a RuntimeError)
@@ -37,6 +38,10 @@ class MismatchError(ThinwireError, RuntimeError):
 
 class DriftError(ThinwireError, RuntimeError):
     """A parameter is no longer bit-identical on all ranks; raised on every rank."""
+
+
+class DivergedError(ThinwireError, RuntimeError):
+    """The average of the ranks' models is infinite or NaN; raised on every rank, nothing was changed."""
 
 
 class WireError(ThinwireError, RuntimeError):

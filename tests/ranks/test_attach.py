@@ -236,7 +236,7 @@ def states(rank: int, world_size: int) -> None:
         ({**saved, "memory": {"other": {}}}, "has not: other"),
     ):
         with pytest.raises(thinwire.StateError, match=said):
-            resumed.load_state_dict(broken)  # type: ignore[arg-type]
+            resumed.load_state_dict(broken)
     assert resumed.step == 4
     assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 4
 

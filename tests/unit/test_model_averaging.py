@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.groups import Among, node_name
 from thinwire.averaging.parameters import average, average_used
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from thinwire.errors import MismatchError, OptionError, StateError
@@ -20,8 +19,6 @@ from thinwire.model_averaging.utils import (
     get_params_to_average,
 )
 from thinwire.optim import PostLocalSGDOptimizer
-from thinwire.programs.allreduce import Exact
-from thinwire.testing.ranks import SimulatedRanks
 from thinwire.wire.simulate import simulate
 
 
@@ -199,22 +196,3 @@ def test_real_parameters_beside_complex_ones() -> None:
     simulate([[average(parameters, 2)] for parameters in ranks])
     assert [each.tolist() for each in ranks[0]] == [[0.5, 0.5], [0.5j, 0.5j]]
     assert ranks[0][0].dtype == torch.float32
-
-
-def test_among_some_ranks() -> None:
-    """Rank 1 is alone; the others average as if it were not there."""
-    gradients = [torch.full((2,), float(4**rank)) for rank in range(3)]
-    programs = {0: Among(Exact(), (0, 2)), 1: Among(Exact(), (1,)), 2: Among(Exact(), (0, 2))}
-    everyone = SimulatedRanks(
-        lambda bucket, memory: programs[bucket.rank](bucket, memory), {"weight": (2,)}, count=3
-    )
-    means = [outcome.mean.tolist() for outcome in everyone.step(gradients)]
-    assert means == [[8.5, 8.5], [4.0, 4.0], [8.5, 8.5]]
-
-
-def test_node_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GROUP_RANK", raising=False)
-    host = node_name()
-    monkeypatch.setenv("GROUP_RANK", "3")
-    assert host.startswith("host ")
-    assert node_name() == "GROUP_RANK 3"

@@ -1,1 +1,1 @@
-"""When to average parameters, which of them, and over whom."""
+"""Averages models instead of gradients: when, over whom, and what with."""

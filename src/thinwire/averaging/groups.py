@@ -1,65 +1,90 @@
-"""Over whom to average: which group, and which of its ranks share a node."""
+"""Who averages with whom: the ranks of a model in disjoint groups."""
 
-import os
-import socket
-from dataclasses import dataclass, replace
-from datetime import timedelta
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch.distributed as dist
 
-from thinwire.errors import OptionError
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
-from thinwire.wire.agree import Meeting
-from thinwire.wire.ops import Steps, among
+from thinwire.averaging.nodes import ranks_on_this_node
+from thinwire.codecs.codec import is_whole
+from thinwire.errors import MismatchError, OptionError
+from thinwire.wire.communicator import Communicator
 
-_NODES = "nodes"
-
-
-def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The given group, or the whole world for None; what `dist.new_group` gives outsiders stays as it is."""
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None:
-        raise OptionError(
-            "process_group=None means the whole world, and there is none yet: call"
-            " torch.distributed.init_process_group first"
-        )
-    if not isinstance(group, dist.ProcessGroup) and not outside(group):
-        raise OptionError(
-            f"process_group={group!r} must be a torch.distributed.ProcessGroup, or None for the whole world"
-        )
-    return group
-
-
-def outside(group: object) -> bool:
-    """Whether this is what a rank holds of a group that it is not in."""
-    return bool(group == dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def node_name() -> str:
-    """What ranks on the same node have in common: torchrun's GROUP_RANK, else the host's name."""
-    node = os.environ.get("GROUP_RANK")
-    return f"host {socket.gethostname()}" if node is None else f"GROUP_RANK {node}"
-
-
-def ranks_on_node(meeting: Meeting, limit: timedelta) -> tuple[int, ...]:
-    """The ranks on this rank's node, itself included, rising; all ranks of the meeting must ask.
-
-    Nodes may have different numbers of ranks, in any order.
-    """
-    nodes = meeting.gather(_NODES, node_name(), limit)
-    return tuple(rank for rank, node in enumerate(nodes) if node == nodes[meeting.rank])
+NODE = "node"
 
 
 @dataclass(frozen=True)
-class Among:
-    """Runs a program among some of the ranks, this one being one of them, as if there were no others."""
+class OwnGroup:
+    """A process group that this rank gave; other ranks gave theirs."""
 
-    program: Program
-    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """The program's own collectives, each among these ranks."""
-        place, size = self.ranks.index(bucket.rank), len(self.ranks)
-        inner = self.program(replace(bucket, rank=place, world_size=size), memory)
-        outcome = yield from among(self.ranks, inner)
-        return outcome
+    def __repr__(self) -> str:
+        """The same on every rank."""
+        return "each rank's process group"
+
+
+Groups: TypeAlias = "int | str | OwnGroup | dist.ProcessGroup | Sequence[Sequence[int]] | None"
+
+
+def check_groups(name: str, groups: Groups) -> Groups:
+    """The groups in a form that compares across ranks; OptionError for what are none."""
+    if groups is None or groups == NODE or isinstance(groups, OwnGroup):
+        return groups
+    if isinstance(groups, dist.ProcessGroup):
+        return OwnGroup(groups)
+    if is_whole(groups):
+        if groups < 1:
+            raise OptionError(f"{name}={groups} must be at least 1: so many ranks are in a group")
+        return groups
+    if isinstance(groups, Sequence) and not isinstance(groups, str):
+        lists = tuple(tuple(ranks) if isinstance(ranks, Sequence) else () for ranks in groups)
+        members = [rank for ranks in lists for rank in ranks]
+        if all(lists) and all(map(is_whole, members)) and sorted(members) == list(range(len(members))):
+            return tuple(tuple(sorted(ranks)) for ranks in lists)
+        raise OptionError(
+            f"{name}={groups!r} must hold every rank from 0 on in exactly one list: as in [[0, 1], [2]]"
+        )
+    raise OptionError(
+        f"{name}={groups!r} is no way to group ranks: give a number of ranks, {NODE!r}, lists of ranks, or"
+        " the process group that this rank is in"
+    )
+
+
+def members_of(groups: Groups, communicator: Communicator, parent: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks that this one is grouped with, itself among them; every rank must ask at the same point."""
+    rank, size = communicator.rank, communicator.size
+    if groups is None:
+        return (rank,)
+    if groups == NODE:
+        return ranks_on_this_node(communicator.meeting, communicator.limit)
+    if isinstance(groups, OwnGroup):
+        return _members_of_own(groups.group, communicator, parent)
+    if is_whole(groups):
+        first = rank - rank % groups
+        return tuple(range(first, min(first + groups, size)))
+    assert isinstance(groups, tuple), "check_groups made it so"
+    found = [ranks for ranks in groups if rank in ranks]
+    if not found or sum(map(len, groups)) != size:
+        raise OptionError(f"{groups!r} groups {sum(map(len, groups))} ranks, and the model has {size}")
+    members: tuple[int, ...] = found[0]
+    return members
+
+
+def _members_of_own(
+    group: dist.ProcessGroup, communicator: Communicator, parent: dist.ProcessGroup
+) -> tuple[int, ...]:
+    """Ranks count globally in a process group; here they count within the model's."""
+    everybody = dist.get_process_group_ranks(parent)
+    own = sorted(everybody.index(rank) for rank in dist.get_process_group_ranks(group) if rank in everybody)
+    told = communicator.meeting.gather("groups", json.dumps(own), communicator.limit)
+    groups = [json.loads(text) for text in told]
+    for rank, ranks in enumerate(groups):
+        if rank not in ranks or any(groups[other] != ranks for other in ranks):
+            raise MismatchError(
+                f"rank {rank} gave a process group of the ranks {ranks}, which is not what those ranks gave:"
+                f" {groups}. Each rank must give the group that it is in, as new_subgroups returns it"
+            )
+    return tuple(own)

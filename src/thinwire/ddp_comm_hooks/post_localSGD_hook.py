@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.groups import Among, ranks_on_node
-from thinwire.averaging.options import whole_number
+from thinwire.averaging.gradients import Within
+from thinwire.averaging.nodes import ranks_on_this_node
+from thinwire.averaging.policy import check_whole
 from thinwire.bridge import Bridge, check_bucket
 from thinwire.ddp_comm_hooks._run import bridge_of, run_program
 from thinwire.errors import OptionError
@@ -61,9 +62,9 @@ class PostLocalSGDState:
     ) -> None:
         self.process_group = _checked("process_group", process_group, "the DDP model's own")
         self.subgroup = _checked("subgroup", subgroup, "the ranks on this node")
-        self.start_localSGD_iter = whole_number(
-            "start_localSGD_iter", start_localSGD_iter, 0, "steps with the mean of all ranks; 0 has none"
-        )
+        why = "steps with the mean of all ranks; 0 has none"
+        check_whole("start_localSGD_iter", start_localSGD_iter, 0, why)
+        self.start_localSGD_iter = start_localSGD_iter
         if not isinstance(post_local_gradient_allreduce, bool):
             raise OptionError(
                 f"post_local_gradient_allreduce={post_local_gradient_allreduce!r} must be True or False:"
@@ -124,13 +125,13 @@ def post_localSGD_hook(  # noqa: N802 - torch's name
     if state.subgroup is not None:
         return run_program(Exact(), state.subgroup, bucket)
     bridge = bridge_of(Exact(), state.process_group, bucket)
-    return bridge.run(Among(Exact(), _node_of(bridge)), bucket, Memory())
+    return bridge.run(Within(Exact(), _node_of(bridge)), bucket, Memory())
 
 
 def _node_of(bridge: Bridge) -> tuple[int, ...]:
     """This node's ranks; the first call asks the others."""
     if bridge not in _nodes:
-        _nodes[bridge] = ranks_on_node(bridge.communicator.meeting, bridge.communicator.limit)
+        _nodes[bridge] = ranks_on_this_node(bridge.communicator.meeting, bridge.communicator.limit)
     return _nodes[bridge]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.groups import group_or_world
-from thinwire.averaging.options import whole_number
+from thinwire.averaging.policy import check_whole
+from thinwire.model_averaging._groups import group_or_world
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
@@ -69,9 +69,11 @@ class PeriodicModelAverager(ModelAverager):
         self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(process_group)
-        self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0, WARM_UP)
-        self.period = whole_number("period", period, 1, PERIOD)
-        if self.period == 1:
+        check_whole("warmup_steps", warmup_steps, 0, WARM_UP)
+        check_whole("period", period, 1, PERIOD)
+        self.warmup_steps = warmup_steps
+        self.period = period
+        if period == 1:
             warnings.warn(
                 "period=1 averages parameters after every step, which sends no less than averaging gradients"
                 " does: use DistributedDataParallel alone, or a longer period",

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.groups import outside
-from thinwire.averaging.options import whole_number
+from thinwire.averaging.policy import check_whole
 from thinwire.bridge import agree_on
 from thinwire.errors import OptionError
+from thinwire.model_averaging._groups import outside
 from thinwire.model_averaging.averagers import PERIOD, WARM_UP, ModelAverager
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
 from thinwire.wire.communicator import Communicator
@@ -56,7 +56,8 @@ class HierarchicalModelAverager(ModelAverager):
                 " make the averager"
             )
         levels = _checked(period_group_size_dict, self.process_group.size())
-        self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0, WARM_UP)
+        check_whole("warmup_steps", warmup_steps, 0, WARM_UP)
+        self.warmup_steps = warmup_steps
         self._periods = list(levels)
         if self._periods[-1] == 1:
             warnings.warn(
@@ -87,19 +88,17 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
-    """From period to group size, as ints; OptionError on what makes no hierarchy of `ranks` ranks."""
+    """From period to group size; OptionError on what makes no hierarchy of `ranks` ranks."""
     name = "period_group_size_dict"
     if not given or not isinstance(given, Mapping):
         raise OptionError(
             f"{name}={given!r} must map periods to group sizes: the last size is that of the whole group,"
             f" as in {{4: {ranks}}}"
         )
-    levels = {
-        whole_number(f"a period of {name}", period, 1, PERIOD): whole_number(
-            f"a size of {name}", size, 1, "how many ranks average together"
-        )
-        for period, size in given.items()
-    }
+    levels = dict(given)
+    for period, size in levels.items():
+        check_whole(f"a period of {name}", period, 1, PERIOD)
+        check_whole(f"a size of {name}", size, 1, "how many ranks average together")
     periods, sizes = list(levels), list(levels.values())
     if sizes[-1] != ranks:
         raise OptionError(

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed import ProcessGroup
 
-from thinwire.averaging.groups import group_or_world, outside
 from thinwire.averaging.parameters import average, average_used
 from thinwire.errors import OptionError
+from thinwire.model_averaging._groups import group_or_world, outside
 from thinwire.wire.blocking import run_blocking
 
 __all__ = [

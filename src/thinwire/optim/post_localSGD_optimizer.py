@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.averaging.options import whole_number
+from thinwire.codecs.codec import is_whole
 from thinwire.errors import OptionError, StateError
 
 _STEP = "step"
@@ -114,12 +114,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the wrapped optimizer and the averager's count; without one, warn and begin at 0."""
-        step = 0
-        if _STEP in state_dict:
-            try:
-                step = whole_number(_STEP, state_dict[_STEP], 0, "the averager's count")
-            except OptionError as error:
-                raise StateError(f"{error}; the state was not saved from a PostLocalSGDOptimizer") from None
+        step = state_dict.get(_STEP, 0)
+        if not is_whole(step) or step < 0:
+            raise StateError(
+                f"step={step!r} must be a whole number, at least 0, the averager's count: the state was not"
+                " saved from a PostLocalSGDOptimizer"
+            )
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _STEP})
         self.averager.step = step
         if _STEP not in state_dict:

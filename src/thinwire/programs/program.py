@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from thinwire.errors import OptionError, StateError
+from thinwire.errors import OptionError, ProgramError, StateError
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
 
@@ -79,7 +79,7 @@ class Program(Protocol):
         """Yield collectives, receive their results, return the outcome."""
 
 
-def describe(program: Program) -> str:
+def describe(program: object) -> str:
     """A program and its options as text: equal on all ranks just where the programs are equal.
 
     Frozen dataclasses have it from their repr; of functions the address is left out.
@@ -117,6 +117,27 @@ def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int
         parts = [getattr(program, one.name) for one in known]
     for part in parts:
         check_fit(part, shapes, world_size)
+
+
+def mean_by(program: Program, bucket: Bucket, memory: "Memory") -> Steps[torch.Tensor]:
+    """The program, with its outcome held against what the bucket needs."""
+    expected = (bucket.buffer.shape, bucket.buffer.dtype, bucket.buffer.device)
+    outcome = yield from program(bucket, memory)
+    if not isinstance(outcome, Outcome):
+        raise ProgramError(
+            f"{describe(program)} returned a {type(outcome).__name__} for {bucket}: return Outcome(mean)"
+        )
+    got = (outcome.mean.shape, outcome.mean.dtype, outcome.mean.device)
+    if got != expected:
+        raise ProgramError(
+            f"{describe(program)} returned a mean of {_sort(*got)} for {bucket}: it must be like the"
+            f" bucket's buffer, {_sort(*expected)}"
+        )
+    return outcome.mean
+
+
+def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"shape {tuple(shape)}, {dtype}, on {device}"
 
 
 class Memory:

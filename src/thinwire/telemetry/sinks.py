@@ -44,7 +44,8 @@ class Console:
         sent = f"{(row['bytes_sent'] or 0) / 1e6:.3f} MB"
         times = ((name, row[f"{name}_seconds"]) for name in ("compute", "wire", "exposed"))
         shown = "  ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times if seconds is not None)
-        self._console.print(f"step {row['step']}  sent {sent}  {shown}", markup=False)
+        what = "models after step" if row.get("models") else "step"
+        self._console.print(f"{what} {row['step']}  sent {sent}  {shown}", markup=False)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -120,7 +121,10 @@ class WandB:
 
 
 def _scalars(row: Row) -> dict[str, float | int]:
-    return {f"thinwire/{name}": value for name, value in row.items() if value is not None and name != "step"}
+    """By name; those of an exchange of models have names of their own."""
+    place = "thinwire/models" if row.get("models") else "thinwire"
+    shown = {name: value for name, value in row.items() if name not in ("step", "models")}
+    return {f"{place}/{name}": value for name, value in shown.items() if value is not None}
 
 
 def _library(name: str, what: str, package: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from thinwire.errors import WireError
 from thinwire.wire.communicator import Communicator
-from thinwire.wire.meter import Meter, Stats, StepTrace
+from thinwire.wire.meter import GRADIENTS, Meter, Stats, StepTrace
 from thinwire.wire.ops import Steps
 from thinwire.wire.track import Run, Step, Track
 
@@ -39,12 +39,14 @@ class Engine:
         *,
         device: torch.device = _CPU,
         inline: bool | None = None,
-        history: int = 1000,
+        meter: Meter | None = None,
+        purpose: str = GRADIENTS,
     ) -> None:
         self.step = 0
         """The number of steps whose last program was submitted."""
-        self.meter = Meter(history)
+        self.meter = meter or Meter()
         self._communicator = communicator
+        self._purpose = purpose
         self._inline = device.type != "cpu" if inline is None else inline
         self._device = device
         self._side_stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
@@ -81,24 +83,35 @@ class Engine:
         """Whether a step was begun whose last program has not been submitted."""
         return self._open is not None
 
-    def guard(self) -> None:
-        """Promise to call `settle` before anybody uses the results of the step that was just ended.
+    @property
+    def latest(self) -> Step | None:
+        """The step that was ended last, unless it has been settled."""
+        return self._ended
+
+    def guard(self, step: Step | None = None) -> None:
+        """Promise to call `settle` before anybody uses the results of a step, by default the latest.
 
         Backward has done its own work: from here on, the wire is waited for. Raises what went wrong so far.
         """
-        step = self._ended
+        step = step or self._ended
         if step is not None:
             step.guarded = True
             step.awaited_since = time.perf_counter()
-        self._track.raise_error()
+        self.check()
 
-    def settle(self) -> None:
-        """Wait until the last step that was ended is done; raise what went wrong."""
-        if self._ended is not None:
-            while not self._ended.done.wait(_LOOK_SECONDS):
+    def settle(self, step: Step | None = None) -> None:
+        """Wait until a step that was ended, by default the latest, is done; raise what went wrong."""
+        step = step or self._ended
+        if step is not None:
+            while not step.done.wait(_LOOK_SECONDS):
                 if self._thread is not None and not self._thread.is_alive():
                     raise WireError("the wire thread has died, so this step will not end: restart the job")
-            self._ended = None
+            if step is self._ended:
+                self._ended = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong so far, without waiting."""
         self._track.raise_error()
 
     def stats(self) -> Stats:
@@ -132,7 +145,8 @@ class Engine:
     def _current_step(self) -> Step:
         if self._open is None:
             communicator = self._communicator
-            self._open = Step(StepTrace(self.step, communicator.rank, communicator.size))
+            trace = StepTrace(self.step, communicator.rank, communicator.size, self._purpose)
+            self._open = Step(trace)
         return self._open
 
     def _start_thread(self) -> None:

@@ -4,12 +4,16 @@ Bytes come from the tensors handed to each collective. Times are read off the ho
 without synchronising any device; on accelerators, where the host runs ahead, they are `None`.
 """
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from thinwire.wire.ops import Await, Collective
+
+GRADIENTS, MODELS = "gradients", "models"
+"""What a step exchanged."""
 
 
 @dataclass
@@ -26,10 +30,11 @@ class OpRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One backward pass.
+    """One backward pass, or one exchange of models.
 
     Attributes:
-        step: Counted from 0; accumulation steps under `no_sync` do not count.
+        step: Counted from 0; accumulation steps under `no_sync` do not count. Of an exchange of models: the
+            training steps that were over when it began.
         ops: Every collective, in issue order: the same on every rank.
         compute_seconds: Time spent in the programs themselves (encode, decode, matmuls).
         wire_seconds: Time during which at least one collective was under way. The end of one that nobody
@@ -43,6 +48,8 @@ class StepRecord:
     compute_seconds: float | None
     wire_seconds: float | None
     exposed_seconds: float | None
+    purpose: str = GRADIENTS
+    """What was exchanged: `"gradients"`, or `"models"` by `LocalSGD` and its like."""
 
     @property
     def bytes_sent(self) -> int:
@@ -65,7 +72,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot: totals since attach, and the most recent steps.
+    """A snapshot: totals since attach, and the most recent steps, exchanges of models among them.
+
+    `steps` counts backward passes; an exchange of models adds to the bytes and times only.
 
     Example::
 
@@ -88,8 +97,9 @@ class Stats:
 class StepTrace:
     """Collects one step while it runs; written by the thread that moves the track."""
 
-    def __init__(self, step: int, rank: int, size: int) -> None:
+    def __init__(self, step: int, rank: int, size: int, purpose: str = GRADIENTS) -> None:
         self.step = step
+        self.purpose = purpose
         self.compute_seconds = 0.0
         self._rank = rank
         self._size = size
@@ -110,22 +120,28 @@ class StepTrace:
             compute_seconds=self.compute_seconds if timed else None,
             wire_seconds=_covered(self._ops) if timed else None,
             exposed_seconds=exposed if timed else None,
+            purpose=self.purpose,
         )
 
 
 class Meter:
-    """Remembers the latest steps in full and all of them in total."""
+    """Remembers the latest steps in full and all in total; engines on several threads may share it."""
 
-    def __init__(self, history: int) -> None:
+    def __init__(self, history: int = 1000) -> None:
+        self._lock = threading.Lock()
         self._records: deque[StepRecord] = deque(maxlen=history)
         self._total = Stats(0, 0, 0.0, 0.0, 0.0, ())
 
     def add(self, record: StepRecord) -> None:
         """Take in a finished step."""
-        self._records.append(record)
+        with self._lock:
+            self._records.append(record)
+            self._total = self._with(record)
+
+    def _with(self, record: StepRecord) -> Stats:
         total = self._total
-        self._total = Stats(
-            steps=total.steps + 1,
+        return Stats(
+            steps=total.steps + (record.purpose == GRADIENTS),
             bytes_sent=total.bytes_sent + record.bytes_sent,
             wire_seconds=total.wire_seconds + (record.wire_seconds or 0.0),
             exposed_seconds=total.exposed_seconds + (record.exposed_seconds or 0.0),
@@ -135,15 +151,8 @@ class Meter:
 
     def snapshot(self) -> Stats:
         """Totals and recent records, safe to keep."""
-        total = self._total
-        return Stats(
-            total.steps,
-            total.bytes_sent,
-            total.wire_seconds,
-            total.exposed_seconds,
-            total.compute_seconds,
-            tuple(self._records),
-        )
+        with self._lock:
+            return replace(self._total, records=tuple(self._records))
 
 
 def _covered(ops: Iterable[OpRecord]) -> float:

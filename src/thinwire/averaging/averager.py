@@ -1,0 +1,314 @@
+"""Runs a way of averaging: counts steps, says what becomes of gradients, and averages when it is time."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.averaging.anchors import Anchors, split_evenly
+from thinwire.averaging.beside import mean_of_states, one_state, reset_states, share_buffers
+from thinwire.averaging.diloco import DiLoCo
+from thinwire.averaging.exchange import Exchange
+from thinwire.averaging.gradients import Alone, Within
+from thinwire.averaging.groups import members_of
+from thinwire.averaging.policy import Average, Averaging
+from thinwire.averaging.rounds import Rounds
+from thinwire.averaging.saved import checked, cloned
+from thinwire.errors import AttachError, DivergedError
+from thinwire.programs.allreduce import Exact
+from thinwire.programs.overflow import all_finite
+from thinwire.programs.program import Memory, Program
+from thinwire.programs.replicas import compare_replicas, fingerprints
+from thinwire.wire.communicator import Communicator
+from thinwire.wire.engine import Engine
+from thinwire.wire.meter import MODELS, Meter
+from thinwire.wire.ops import Steps, among
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """An average that was started, and the step at which it is used."""
+
+    fragment: int
+    due: int
+    ranks: tuple[int, ...]
+    means: Callable[[], dict[str, torch.Tensor]]
+
+
+class Averager:
+    """Owns the count of steps, the gradient policy, the anchors and the averages under way.
+
+    Making one is collective. It does not keep the model alive; its thread ends with the model.
+    """
+
+    def __init__(
+        self,
+        policy: Averaging,
+        ddp: DistributedDataParallel,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        communicator: Communicator,
+        meter: Meter,
+        check_every: int,
+    ) -> None:
+        self.step = 0
+        """Training steps that are over."""
+        self._policy = policy
+        self._optimizers = optimizers
+        self._ddp = weakref.ref(ddp)
+        self._broadcasts_buffers = ddp.broadcast_buffers
+        self._check_every = check_every
+        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        count = policy.fragments if isinstance(policy, DiLoCo) else 1
+        sizes = {name: one.numel() for name, one in self._parameters.items()}
+        self._fragments = split_evenly(sizes, count)
+        self._memory = Memory()
+        self._anchors: Anchors | None = None
+        self._in_flight: list[_InFlight] = []
+        self._used = 0  # averages so far
+        self._apart = False
+        self._everybody = tuple(range(communicator.size))
+        self._place = (communicator.rank, communicator.size)
+        self._neighbours = members_of(policy.within, communicator, ddp.process_group)
+        self._members = {
+            groups: members_of(groups, communicator, ddp.process_group) for groups in policy.groups()
+        }
+        device = next(iter(parameters.values())).device
+        self._engine = Engine(communicator, device=device, meter=meter, purpose=MODELS)
+        weakref.finalize(ddp, self._engine.close)
+        self._rounds = Rounds(ddp, optimizers, self._begin, self._end)
+        self._set_broadcasts()
+
+    @property
+    def warm(self) -> bool:
+        """Whether all gradients are still exchanged, so that ranks hold the same model."""
+        return self.step < self._policy.warmup_steps
+
+    def gradient_program(self) -> Program:
+        """What becomes of gradients in the step under way."""
+        if self.warm:
+            return self._policy.gradients
+        return Alone() if self._policy.within is None else Within(self._policy.gradients, self._neighbours)
+
+    def backward_ended(self) -> None:
+        """All gradients of a step have been taken in."""
+        self._rounds.backward()
+
+    def finalize(self) -> None:
+        """Bring all ranks to one model: use what is under way, then the exact mean of what they hold."""
+        if self._rounds.open:
+            self._rounds.end()
+        with torch.no_grad():
+            while self._in_flight:
+                self._use(self._in_flight.pop(0))
+            if not self._apart:
+                return
+            self._copy_in(self._exchange(self._parameters, Exact(), Memory(), self._everybody).means())
+            self._share_buffers(self._everybody)
+            if self._anchors is not None:
+                self._anchors.move_to(self._parameters)
+            self._apart = False
+
+    def retire(self) -> None:
+        """Leave all ranks with one model and one optimizer state, and stop averaging."""
+        if self._rounds.open or not self.warm:
+            self.finalize()
+            with torch.no_grad():
+                held = [self._parameters[name] for names in self._fragments for name in names]
+                states = one_state(held, self._optimizers, len(self._everybody))
+                self._run(states, self._everybody, "optimizer state")
+        self.close()
+
+    def close(self) -> None:
+        """Stop averaging, whatever ranks hold."""
+        self._rounds.remove()
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._broadcasts_buffers
+        self._engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, this rank's parameters included where ranks differ; waits for what is under way."""
+        for flight in self._in_flight:
+            _keep(flight)
+        return {
+            "step": self.step,
+            "open": self._rounds.open,
+            "apart": self._apart,
+            "used": self._used,
+            "parameters": cloned({} if self.warm else dict(self._parameters)),
+            "buffers": cloned({} if self.warm else self._buffers()),
+            "memory": self._memory.state_dict(),
+            "outer": None if self._anchors is None else self._anchors.state_dict(),
+            "in_flight": [
+                {"fragment": flight.fragment, "due": flight.due, "means": cloned(flight.means())}
+                for flight in self._in_flight
+            ],
+        }
+
+    def prepare(self, state: object) -> Callable[[], None]:
+        """Check a saved state; what is returned takes it over. StateError, and nothing changed, if unfit."""
+        saved = checked(state, self._parameters, self._buffers(), self._fragments)
+        memory = Memory()
+        memory.load_state_dict(saved["memory"], {name: one.shape for name, one in self._parameters.items()})
+        anchors = None
+        if saved["outer"] is not None:
+            anchors = self._new_anchors()
+            anchors.load_state_dict(saved["outer"])
+
+        def take_over() -> None:
+            self.step, self._used, self._apart = saved["step"], saved["used"], saved["apart"]
+            self._rounds.open = saved["open"]
+            self._memory, self._anchors = memory, anchors
+            with torch.no_grad():
+                for name, tensor in saved["parameters"].items():
+                    self._parameters[name].copy_(tensor)
+                for name, tensor in saved["buffers"].items():
+                    self._buffers()[name].copy_(tensor)
+            self._in_flight = [
+                _kept(one["fragment"], one["due"], self._everybody, cloned(one["means"]))
+                for one in saved["in_flight"]
+            ]
+            self._set_broadcasts()
+
+        return take_over
+
+    def _begin(self) -> None:
+        """A forward: parameters are what all ranks have, unless some steps were taken already."""
+        if self._anchors is None and isinstance(self._policy, DiLoCo) and not self.warm:
+            self._anchors = self._new_anchors()
+
+    def _end(self) -> None:
+        self.step += 1
+        since = self.step - self._policy.warmup_steps
+        if since == 0:
+            self._set_broadcasts()
+        if since <= 0:
+            return
+        self._engine.check()
+        self._apart = True
+        with torch.no_grad():
+            self._use_due(since)
+            for average in self._policy.due(since):
+                self._start(average, since)
+            self._use_due(since)
+
+    def _use_due(self, since: int) -> None:
+        while self._in_flight and self._in_flight[0].due <= since:
+            self._use(self._in_flight.pop(0))
+
+    def _start(self, average: Average, since: int) -> None:
+        ranks = self._everybody if average.among is None else self._members[average.among]
+        if isinstance(self._policy, DiLoCo):
+            if self._anchors is None:
+                raise AttachError(
+                    "the optimizer has stepped, but the DDP model ran no forward: call ddp(...)"
+                )
+            changes = self._anchors.pseudo_gradients(average.fragment, self._parameters)
+            exchange = self._exchange(changes, self._policy.program, self._memory, ranks)
+            overlap = self._policy.overlap
+        else:
+            exchange, overlap = self._exchange(self._parameters, Exact(), Memory(), ranks), 0
+        self._in_flight.append(_InFlight(average.fragment, since + overlap, ranks, exchange.means))
+
+    def _exchange(
+        self, tensors: Mapping[str, torch.Tensor], program: Program, memory: Memory, ranks: tuple[int, ...]
+    ) -> Exchange:
+        self._engine.step = self.step
+        window = self._used // len(self._fragments)
+        return Exchange(self._engine, tensors, program, memory, ranks, self._place, window)
+
+    def _use(self, flight: _InFlight) -> None:
+        means, names = flight.means(), self._fragments[flight.fragment]
+        for name, mean in means.items():
+            if not all_finite(mean):
+                raise DivergedError(
+                    f"after step {self.step} the ranks' average of {name!r} is not finite: a rank's model"
+                    " holds inf or NaN; go back to the last checkpoint, and lower the learning rate or clip"
+                )
+        mixing = 0.0
+        if self._anchors is None:
+            self._copy_in(means)
+        else:
+            assert isinstance(self._policy, DiLoCo), "nobody else has anchors"
+            mixing = self._policy.mixing or 0.0
+            self._anchors.step(flight.fragment, means)
+            self._copy_in({name: self._anchors[name] for name in names}, mixing)
+        everybody = flight.ranks == self._everybody
+        self._used += 1
+        self._share_optimizer_state(names, flight.ranks)
+        if flight.fragment == len(self._fragments) - 1:
+            self._share_buffers(flight.ranks)
+        if everybody and len(self._fragments) == 1 and not mixing:
+            self._apart = False
+        if everybody and self._check_every and self._used % self._check_every == 0:
+            self._compare(names)
+
+    def _copy_in(self, tensors: Mapping[str, torch.Tensor], mixing: float = 0.0) -> None:
+        """Parameters in place: never bound to other memory, so views and layouts stay."""
+        for name, tensor in tensors.items():
+            parameter = self._parameters[name]
+            if mixing:
+                parameter.copy_(tensor.lerp(parameter.to(tensor.dtype), mixing))
+            else:
+                parameter.copy_(tensor)
+
+    def _share_optimizer_state(self, names: Sequence[str], ranks: tuple[int, ...]) -> None:
+        parameters = [self._parameters[name] for name in names]
+        if self._policy.optimizer_state == "reset":
+            reset_states(parameters, self._optimizers)
+        elif self._policy.optimizer_state == "mean":
+            self._run(mean_of_states(parameters, self._optimizers, len(ranks)), ranks, "optimizer state")
+
+    def _share_buffers(self, ranks: tuple[int, ...]) -> None:
+        buffers = list(self._buffers().values())
+        if buffers and self._policy.buffers != "local":
+            self._run(share_buffers(buffers, self._policy.buffers, len(ranks)), ranks, "buffers")
+
+    def _compare(self, names: Sequence[str]) -> None:
+        held = self._parameters if self._anchors is None else self._anchors
+        own = fingerprints(held[name] for name in names)
+        self._run(compare_replicas(names, own, self.step, active=True), self._everybody, "the comparison")
+
+    def _run(self, steps: Steps[torch.Tensor], ranks: tuple[int, ...], label: str) -> None:
+        """Run a program by itself, and wait for it."""
+        self._engine.step = self.step
+        instead = torch.zeros(0, device=self._parameters[self._fragments[0][0]].device)
+        job = steps if ranks == self._everybody else among(ranks, steps)
+        future = self._engine.submit(job, label=label, last=True, instead=instead)
+        self._engine.guard()
+        self._engine.settle()
+        future.wait()
+
+    def _new_anchors(self) -> Anchors:
+        assert isinstance(self._policy, DiLoCo)
+        return Anchors(self._parameters, self._fragments, self._policy.outer)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        ddp = self._ddp()
+        assert ddp is not None, "hooks end with the model"
+        return {
+            name: buffer
+            for name, buffer in ddp.module.named_buffers()
+            if name not in ddp.parameters_to_ignore
+        }
+
+    def _set_broadcasts(self) -> None:
+        """In the warm-up DDP broadcasts buffers as it was told; afterwards that is our affair."""
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._broadcasts_buffers and self.warm
+
+
+def _keep(flight: _InFlight) -> None:
+    """Wait for the means, and keep them until they are due."""
+    means = flight.means()
+    flight.means = lambda: means
+
+
+def _kept(fragment: int, due: int, ranks: tuple[int, ...], means: dict[str, torch.Tensor]) -> _InFlight:
+    return _InFlight(fragment, due, ranks, lambda: means)

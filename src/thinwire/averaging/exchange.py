@@ -1,0 +1,80 @@
+"""One exchange of named tensors: packed into buckets, averaged by a program, on an engine of its own."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from thinwire.programs.program import Bucket, Memory, Program, mean_by
+from thinwire.wire.engine import Engine
+from thinwire.wire.ops import among
+from thinwire.wire.pack import pack
+
+_BUCKET_BYTES = 25 << 20
+"""As DDP's: small enough that buckets overlap, large enough that latency does not count."""
+
+
+class Exchange:
+    """Named tensors on their way to their mean among some ranks; start it, go on, and ask for the means."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tensors: Mapping[str, torch.Tensor],
+        program: Program,
+        memory: Memory,
+        ranks: tuple[int, ...],
+        place: tuple[int, int],
+        step: int,
+    ) -> None:
+        self._engine = engine
+        self._complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
+        rank, size = place
+        full = [
+            Bucket(index, buffer, names, shapes, ranks.index(rank), len(ranks), step)
+            for index, (names, buffer, shapes) in enumerate(_buckets(tensors))
+        ]
+        self._futures = []
+        for bucket in full:
+            steps = mean_by(program, bucket, memory)
+            if len(ranks) < size:
+                steps = among(ranks, steps)
+            last = bucket is full[-1]
+            self._futures.append(engine.submit(steps, label=bucket, last=last, instead=bucket.buffer))
+        self._buckets = full
+        self._step = engine.latest
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Wait for the means, by name: float32 at least, shaped as the tensors were."""
+        self._engine.guard(self._step)
+        self._engine.settle(self._step)
+        found: dict[str, torch.Tensor] = {}
+        for bucket, future in zip(self._buckets, self._futures, strict=True):
+            found.update(replace(bucket, buffer=future.wait()).views())
+        return {
+            name: torch.view_as_complex(mean) if name in self._complex else mean
+            for name, mean in found.items()
+        }
+
+
+def _buckets(
+    tensors: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor, tuple[torch.Size, ...]]]:
+    """Names, one flat copy of their tensors' numbers, and the shapes of those."""
+    names: list[str] = []
+    numbers: list[torch.Tensor] = []
+    together = sorted(tensors.items(), key=lambda item: str(item[1].dtype))
+    for name, own in ((name, _numbers(tensor)) for name, tensor in together):
+        full = sum(one.nbytes for one in numbers) + own.nbytes > _BUCKET_BYTES
+        if names and (full or own.dtype != numbers[0].dtype):
+            yield tuple(names), pack(numbers), tuple(one.shape for one in numbers)
+            names, numbers = [], []
+        names.append(name)
+        numbers.append(own)
+    yield tuple(names), pack(numbers), tuple(one.shape for one in numbers)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Real numbers of at least float32, in whose precision means of half-precision models are taken."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.to(torch.promote_types(real.dtype, torch.float32))

@@ -1,0 +1,82 @@
+"""Average often among neighbours, and seldom among all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from thinwire.averaging.groups import Groups, check_groups
+from thinwire.averaging.policy import Average, Averaging, check_size, check_whole
+from thinwire.codecs.codec import is_whole
+from thinwire.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Hierarchical(Averaging):
+    """Every rank trains on its own; models are averaged in groups that widen as periods grow.
+
+    After a step that several periods divide, only the widest of their groups averages.
+
+    Args:
+        levels: Groups by period, both rising: `{4: 2, 16: 8}` averages two neighbours every 4 steps and
+            eight every 16. A size that does not divide the ranks leaves the last group smaller. A group can
+            also be `"node"`, lists of ranks, or this rank's process group, as in `within`. The last level
+            must be all ranks: their number, or None, which fits any.
+
+    Lin et al., as for `LocalSGD`; Castiglia, Das, Patterson: Multi-Level Local SGD,
+    https://arxiv.org/abs/2007.13819.
+
+    Example::
+
+        levels = {4: "node", 32: None}
+        wire = thinwire.attach(ddp, thinwire.Hierarchical(levels), optimizer=optimizer)
+    """
+
+    levels: Mapping[int, Groups]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.levels, Mapping) or not self.levels:
+            raise OptionError(
+                f"levels={self.levels!r} must map periods to groups, at least one: as in {{4: 2, 16: None}}"
+            )
+        for period in self.levels:
+            check_whole("period", period, 1, f"steps from one average to the next, in levels={self.levels!r}")
+        checked = {
+            period: check_groups(f"levels[{period}]", groups) for period, groups in self.levels.items()
+        }
+        sizes = [groups for groups in checked.values() if is_whole(groups)]
+        for one, other in [*pairwise(checked), *pairwise(sizes)]:
+            if other <= one:
+                raise OptionError(
+                    f"levels={self.levels!r}: {other} after {one} does not rise; wider groups come later,"
+                    " with longer periods"
+                )
+        if None in list(checked.values())[:-1]:
+            raise OptionError(f"levels={self.levels!r}: None, all ranks, can only be the last level")
+        object.__setattr__(self, "levels", checked)
+
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        """Refuse levels wider than the world, and a last one that leaves ranks apart for ever."""
+        super().check(shapes, world_size)
+        for period, groups in self.levels.items():
+            check_size(f"levels[{period}]", groups, world_size)
+        last = list(self.levels.values())[-1]
+        if last is not None and last != world_size:
+            raise OptionError(
+                f"the last level of {self.levels!r} is {last!r}: it must be all {world_size} ranks, or groups"
+                " would never meet; give None"
+            )
+
+    def groups(self) -> Sequence[Groups]:
+        """All but the last level, which is everybody."""
+        return list(self.levels.values())[:-1]
+
+    def due(self, step: int) -> Sequence[Average]:
+        """Everything, among the widest group whose turn it is."""
+        periods = list(self.levels)
+        for period in reversed(periods):
+            if step % period == 0:
+                return [Average(among=None if period == periods[-1] else self.levels[period])]
+        return []

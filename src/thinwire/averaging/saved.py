@@ -1,0 +1,77 @@
+"""The saved state of an averager: copies, and the checks before any of it is used."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.errors import StateError
+
+_KEYS = {"step", "open", "apart", "used", "parameters", "buffers", "memory", "outer", "in_flight"}
+
+
+def cloned(state: Any) -> Any:
+    """A copy of nested dicts and lists with their tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: cloned(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(cloned, state))
+    return state
+
+
+def checked(
+    state: object,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    fragments: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """The state, if it fits the model."""
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        raise StateError(
+            "the state has nothing, or something else, under 'averaging': it was not saved from a wire that"
+            " averages models"
+        )
+    for key in ("step", "used"):
+        if not isinstance(state[key], int) or state[key] < 0:
+            raise StateError(f"averaging {key}={state[key]!r} must be a whole number from 0 on")
+    for key in ("open", "apart"):
+        if not isinstance(state[key], bool):
+            raise StateError(f"averaging {key}={state[key]!r} must be True or False")
+    for what, tensors in (("parameter", parameters), ("buffer", buffers)):
+        saved = state[f"{what}s"]
+        if not isinstance(saved, dict) or saved:
+            check_tensors(what, saved, tensors)
+    if not isinstance(state["in_flight"], list):
+        raise StateError("averaging in_flight must be a list of averages under way")
+    for flight in state["in_flight"]:
+        _check_flight(flight, parameters, fragments)
+    return state
+
+
+def check_tensors(what: str, saved: object, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that are not named and shaped as those that they shall go to."""
+    if not isinstance(saved, dict) or set(saved) != set(tensors):
+        raise StateError(f"the state's {what}s are not this model's: it was saved from another one")
+    for name, tensor in saved.items():
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if shape != tuple(tensors[name].shape):
+            raise StateError(
+                f"the saved {what} {name} has shape {shape}, the model's {tuple(tensors[name].shape)}: the"
+                " state was saved from another model"
+            )
+
+
+def _check_flight(
+    flight: object, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]]
+) -> None:
+    if not isinstance(flight, dict) or set(flight) != {"fragment", "due", "means"}:
+        raise StateError("an average under way must have fragment, due and means")
+    if not isinstance(flight["due"], int) or flight["fragment"] not in range(len(fragments)):
+        raise StateError(
+            f"an average under way is of fragment {flight['fragment']!r}, due {flight['due']!r}: the state"
+            " was saved with other fragments"
+        )
+    names = fragments[flight["fragment"]]
+    check_tensors("mean", flight["means"], {name: parameters[name] for name in names})

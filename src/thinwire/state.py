@@ -1,0 +1,122 @@
+"""A wire's saved state: whether it fits, and what all ranks' states become for another number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.averaging.saved import cloned
+from thinwire.errors import StateError
+from thinwire.programs.program import RESIDUAL
+
+FORMAT = 1
+_KEYS = {"format", "program", "step", "rank", "world_size", "memory"}
+
+
+def own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
+    """The state that a rank goes on from, checked: its own, or what becomes of all ranks' states.
+
+    Raises StateError where it does not fit.
+    """
+    if state and isinstance(state, Sequence) and not isinstance(state, str):
+        states = [_checked(one, program) for one in state]
+        found = sorted((one["rank"], one["world_size"]) for one in states)
+        if found != [(each, len(found)) for each in range(len(found))]:
+            raise StateError(
+                f"the states are those of the ranks {[each for each, _ in found]}: give all that one job"
+                " saved, each rank's once"
+            )
+        if len(states) != world_size:
+            return _merged(states)
+        state = next(one for one in states if one["rank"] == rank)
+    own = _checked(state, program)
+    if (own["rank"], own["world_size"]) != (rank, world_size):
+        raise StateError(
+            f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {rank} of"
+            f" {world_size}: residuals are each rank's own, so each loads what it saved itself. After a"
+            " change of the number of ranks, give every rank the list of all that were saved"
+        )
+    return own
+
+
+def _checked(state: object, program: str) -> dict[str, Any]:
+    if not isinstance(state, Mapping) or not set(state) >= _KEYS:
+        raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
+    if state["format"] != FORMAT:
+        raise StateError(
+            f"format {state['format']!r} is not {FORMAT}: the state was written by another version"
+        )
+    if state["program"] != program:
+        raise StateError(
+            f"the state belongs to {state['program']}, but {program} is running: attach the saved program,"
+            " load, and swap afterwards"
+        )
+    for key in ("step", "rank", "world_size"):
+        if not isinstance(state[key], int) or state[key] < 0:
+            raise StateError(f"{key}={state[key]!r} must be a whole number from 0 on")
+    return dict(state)
+
+
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state for every rank of another number of ranks.
+
+    What ranks shared is taken over. What each had of its own becomes the mean: of residuals, so that the sum
+    that is still owed to the average is kept, and of models that were apart.
+    """
+    steps = sorted({state["step"] for state in states})
+    if len(steps) > 1:
+        raise StateError(f"the states are of the steps {steps}: give those that were saved together")
+    first = min(states, key=lambda state: int(state["rank"]))
+    whole = {**first, "memory": _merged_memory([state["memory"] for state in states])}
+    if first.get("averaging") is not None:
+        whole["averaging"] = _merged_averaging([state.get("averaging") for state in states])
+    return whole
+
+
+def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]]:
+    merged: dict[str, dict[str, torch.Tensor]] = {}
+    for name in dict.fromkeys(name for memory in memories for name in memory):
+        slots = [memory.get(name, {}) for memory in memories]
+        merged[name] = {}
+        for key in dict.fromkeys(key for one in slots for key in one):
+            tensors = [one[key] for one in slots if key in one]
+            if key == RESIDUAL:
+                merged[name][key] = torch.stack(tensors).sum(0) / len(memories)
+            elif len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors):
+                merged[name][key] = tensors[0].clone()
+            else:
+                raise StateError(
+                    f"{key!r} of {name} belongs to single ranks: it cannot be carried over to another number"
+                    " of ranks"
+                )
+    return merged
+
+
+def _merged_averaging(states: Sequence[Any]) -> dict[str, Any]:
+    """A step that some ranks had not ended yet, having skipped it, is over for all."""
+    if any(not isinstance(state, dict) for state in states):
+        raise StateError("some states are of a wire that averages models, and some are not")
+    ends = {state["step"] + state["open"] for state in states}
+    flights = {str([(one["fragment"], one["due"]) for one in state["in_flight"]]) for state in states}
+    if len(ends) > 1 or len(flights) > 1:
+        raise StateError("the states are of different training steps: give those that were saved together")
+    first = cloned(states[0])
+    return {
+        **first,
+        "step": ends.pop(),
+        "open": False,
+        "parameters": _means([state["parameters"] for state in states]),
+        "buffers": _means([state["buffers"] for state in states]),
+        "memory": _merged_memory([state["memory"] for state in states]),
+    }
+
+
+def _means(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    means = {}
+    for name, first in states[0].items():
+        if first.is_floating_point() or first.is_complex():
+            precise = torch.promote_types(first.dtype, torch.float64)
+            means[name] = torch.stack([state[name].to(precise) for state in states]).mean(0).to(first.dtype)
+        else:
+            means[name] = first.clone()
+    return means
