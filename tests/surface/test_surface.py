@@ -2,23 +2,35 @@
 
 import importlib
 import inspect
+import warnings
 from dataclasses import fields
+from enum import Enum
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import thinwire
 from thinwire.ddp_comm_hooks import DDPCommHookType
 
+HOOKS = "algorithms.ddp_comm_hooks"
+AVERAGING = "algorithms.model_averaging"
 ARRIVED = [
-    "",
-    ".default_hooks",
-    ".debugging_hooks",
-    ".mixed_precision_hooks",
-    ".powerSGD_hook",
-    ".quantization_hooks",
+    HOOKS,
+    f"{HOOKS}.default_hooks",
+    f"{HOOKS}.debugging_hooks",
+    f"{HOOKS}.mixed_precision_hooks",
+    f"{HOOKS}.post_localSGD_hook",
+    f"{HOOKS}.powerSGD_hook",
+    f"{HOOKS}.quantization_hooks",
+    AVERAGING,
+    f"{AVERAGING}.averagers",
+    f"{AVERAGING}.hierarchical_model_averager",
+    f"{AVERAGING}.utils",
+    "optim.post_localSGD_optimizer",
 ]
-"""The modules of torch.distributed.algorithms.ddp_comm_hooks that thinwire has so far."""
+"""The modules of torch.distributed that thinwire has so far."""
 
 TORCHS_OWN = {
     "_quantize_per_tensor_backend",
@@ -31,10 +43,10 @@ TORCHS_OWN = {
 
 
 def pair(name: str) -> tuple[ModuleType, ModuleType]:
-    return (
-        importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks{name}"),
-        importlib.import_module(f"thinwire.ddp_comm_hooks{name}"),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's optim compiles with what torch itself has deprecated
+        theirs = importlib.import_module(f"torch.distributed.{name}")
+    return theirs, importlib.import_module(f"thinwire.{name.removeprefix('algorithms.')}")
 
 
 def own_names(module: ModuleType) -> list[str]:
@@ -59,28 +71,52 @@ def test_signatures(module: str) -> None:
     theirs, ours = pair(module)
     for name in own_names(theirs):
         their_thing, our_thing = getattr(theirs, name), getattr(ours, name)
-        if not inspect.isfunction(their_thing):
-            continue
-        expected = [(p.name, p.kind, p.default) for p in inspect.signature(their_thing).parameters.values()]
-        got = [(p.name, p.kind, p.default) for p in inspect.signature(our_thing).parameters.values()]
-        assert got[: len(expected)] == expected, name
-        assert all(default is not inspect.Parameter.empty for _, _, default in got[len(expected) :]), name
+        if inspect.isfunction(their_thing):
+            check_signature(their_thing, our_thing, name)
+        elif inspect.isclass(their_thing) and not issubclass(their_thing, Enum):
+            check_class(their_thing, our_thing)
+
+
+def check_signature(theirs: Any, ours: Any, name: str) -> None:
+    """Ours takes what torch's takes; what it takes beyond has defaults."""
+    expected = [(p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()]
+    got = [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()]
+    assert got[: len(expected)] == expected, name
+    assert all(default is not inspect.Parameter.empty for _, _, default in got[len(expected) :]), name
+
+
+def check_class(theirs: type, ours: type) -> None:
+    """Constructors, methods and slots are torch's, and what is abstract there is abstract here."""
+    check_signature(theirs, ours, theirs.__name__)
+    assert inspect.isabstract(ours) == inspect.isabstract(theirs)
+    assert getattr(ours, "__slots__", None) == getattr(theirs, "__slots__", None)
+    for name, method in vars(theirs).items():
+        if inspect.isfunction(method) and not name.startswith("__"):
+            check_signature(method, getattr(ours, name), f"{theirs.__name__}.{name}")
+
+
+def test_classes_from_packages() -> None:
+    """Where torch's package offers a class itself, ours does."""
+    theirs, ours = pair("optim")
+    assert set(ours.__all__) <= set(theirs.__all__)
+    assert ours.PostLocalSGDOptimizer is pair("optim.post_localSGD_optimizer")[1].PostLocalSGDOptimizer
+    assert issubclass(ours.PostLocalSGDOptimizer, torch.optim.Optimizer)
 
 
 def test_enum_members() -> None:
-    theirs, _ = pair("")
+    theirs, _ = pair(HOOKS)
     assert [kind.name for kind in DDPCommHookType] == [kind.name for kind in theirs.DDPCommHookType]
     assert all(callable(kind.value) for kind in DDPCommHookType)
 
 
 def test_hook_state_fields() -> None:
-    theirs, ours = pair(".mixed_precision_hooks")
+    theirs, ours = pair(f"{HOOKS}.mixed_precision_hooks")
     expected = [(f.name, f.default) for f in fields(theirs._AllreduceUpcastHookState)]
     assert [(f.name, f.default) for f in fields(ours._AllreduceUpcastHookState)] == expected
 
 
 def test_package_aliases() -> None:
-    _, ours = pair("")
+    _, ours = pair(HOOKS)
     assert ours.default is ours.default_hooks
     assert ours.debugging is ours.debugging_hooks
 

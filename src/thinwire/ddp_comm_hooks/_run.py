@@ -32,6 +32,11 @@ def run_program(
 
     (torch takes None for the whole world, so two jobs in one world average each other's gradients.)
     """
+    return bridge_of(program, process_group, bucket).run(program, bucket, memory or Memory())
+
+
+def bridge_of(program: Program, process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Bridge:
+    """The bridge of a bucket's DDP model over a group; the first call makes it, on all ranks together."""
     ddp = owner_of(bucket)
     group = ddp.process_group if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
@@ -42,7 +47,7 @@ def run_program(
     bridges = _bridges.setdefault(ddp, {})
     if group not in bridges:
         bridges[group] = Bridge(ddp, group, set_up_of(ddp, program))
-    return bridges[group].run(program, bucket, memory or Memory())
+    return bridges[group]
 
 
 def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:

@@ -74,9 +74,26 @@ class Communicator:
         self._group = self._connect(self._parent, range(self.size), name)
         self.meeting = Meeting(self._group)
 
+    def borrow(self) -> None:
+        """Instead of `open`: use the caller's own group, which `close` will leave alone.
+
+        Only for those who wait for each collective before anybody else can issue one there.
+        """
+        if self.size > 1:
+            self._group = self._parent
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A process group of some of the ranks, this one among them, for the caller to keep.
+
+        Those ranks alone make it, but every rank must ask for as many as the others do: they are numbered.
+        """
+        name = f"thinwire_subgroup_{self.meeting.count('subgroup')}_from_{ranks[0]}"
+        return self._connect(self._parent, ranks, name)
+
     def close(self) -> None:
         """Leave the process group; collectives still under way on other ranks fail there."""
-        groups = [*self._subgroups.values(), *([self._group] if self._group else [])]
+        own = [] if self._group in (None, self._parent) else [self._group]
+        groups = [*self._subgroups.values(), *own]
         self._group, self._subgroups = None, {}
         for group in groups:
             # The user's own dist.destroy_process_group() may have come first.

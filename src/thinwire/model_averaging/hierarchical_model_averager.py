@@ -1,0 +1,134 @@
+"""The name of `torch.distributed.algorithms.model_averaging.hierarchical_model_averager`."""
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from thinwire.averaging.policy import check_whole
+from thinwire.bridge import agree_on
+from thinwire.errors import OptionError
+from thinwire.model_averaging._groups import outside
+from thinwire.model_averaging.averagers import PERIOD, WARM_UP, ModelAverager
+from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
+from thinwire.wire.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages parameters often among few ranks and seldom among many (https://arxiv.org/abs/2010.12998).
+
+    At a step that several periods divide, the longest of them decides. Steps are counted from the very
+    first, not from the end of the warm-up. Making one is collective over `process_group`.
+
+    Args:
+        period_group_size_dict: From each period, in steps, to how many consecutive ranks then average. Both
+            must rise from entry to entry, and each size must divide the last one, the size of
+            `process_group`. (torch accepts a hierarchy that does not rise, and never runs some of it.)
+        warmup_steps: Steps before the first averaging.
+        process_group: All ranks that take part; None: the whole world.
+
+    Example::
+
+        levels = OrderedDict([(4, 8), (16, 16)])  # 8 ranks every 4 steps, all 16 every 16 steps
+        averager = HierarchicalModelAverager(period_group_size_dict=levels, warmup_steps=100)
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+            averager.average_parameters(model.parameters())
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        if outside(self.process_group):
+            raise OptionError(
+                f"process_group={self.process_group!r} is one that this rank is not in: only its ranks can"
+                " make the averager"
+            )
+        levels = _checked(period_group_size_dict, self.process_group.size())
+        check_whole("warmup_steps", warmup_steps, 0, WARM_UP)
+        self.warmup_steps = warmup_steps
+        self._periods = list(levels)
+        if self._periods[-1] == 1:
+            warnings.warn(
+                "period_group_size_dict has no period but 1, so parameters are averaged after every step,"
+                " which sends no less than averaging gradients does: use DistributedDataParallel alone, or"
+                " longer periods",
+                stacklevel=2,
+            )
+        self.period_process_group_dict = _groups(levels, self.process_group)
+
+    def _find_process_group(self) -> dist.ProcessGroup | None:
+        """Over whom to average at this step; None: not at all."""
+        due = [period for period in self._periods if self.step % period == 0]
+        return self.period_process_group_dict[due[-1]] if due else None
+
+    def average_parameters(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]]
+    ) -> None:
+        """Count a step; average before that, if the warm-up is over and a period divides the count.
+
+        Args:
+            params: A model's parameters, or an optimizer's `param_groups`: all of them, on every rank.
+        """
+        group = self._find_process_group() if self.step >= self.warmup_steps else None
+        if group is not None:
+            average_parameters_or_parameter_groups(params, group)
+        self.step += 1
+
+
+def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
+    """From period to group size; OptionError on what makes no hierarchy of `ranks` ranks."""
+    name = "period_group_size_dict"
+    if not given or not isinstance(given, Mapping):
+        raise OptionError(
+            f"{name}={given!r} must map periods to group sizes: the last size is that of the whole group,"
+            f" as in {{4: {ranks}}}"
+        )
+    levels = dict(given)
+    for period, size in levels.items():
+        check_whole(f"a period of {name}", period, 1, PERIOD)
+        check_whole(f"a size of {name}", size, 1, "how many ranks average together")
+    periods, sizes = list(levels), list(levels.values())
+    if sizes[-1] != ranks:
+        raise OptionError(
+            f"{name}={levels} ends in groups of {sizes[-1]}, but process_group has {ranks} ranks: the"
+            " last level must average over all of them"
+        )
+    misfit = [size for size in sizes if ranks % size]
+    if misfit:
+        raise OptionError(
+            f"{name}={levels} has groups of {misfit[0]}, which do not divide the {ranks} ranks: choose"
+            " divisors"
+        )
+    if periods != sorted(set(periods)) or sizes != sorted(set(sizes)):
+        raise OptionError(
+            f"{name}={levels} must rise, in periods and in sizes: larger groups average less often;"
+            " give short periods first, as in an OrderedDict"
+        )
+    return levels
+
+
+def _groups(levels: dict[int, int], whole: dist.ProcessGroup) -> "OrderedDict[int, dist.ProcessGroup]":
+    """This rank's group on each level: consecutive ranks; the last is the whole group itself."""
+    communicator = Communicator(whole)
+    if len(levels) > 1:
+        set_up = {f"ranks that average every {period} steps": str(size) for period, size in levels.items()}
+        agree_on(set_up, communicator.meeting, communicator.limit, topic="hierarchy")
+    groups: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
+    for period, size in levels.items():
+        logger.info("Every %s steps %s ranks average parameters, unless more do at that step.", period, size)
+        first = communicator.rank - communicator.rank % size
+        own = range(first, first + size)
+        groups[period] = whole if size == communicator.size else communicator.subgroup(own)
+    return groups

@@ -1,0 +1,5 @@
+"""The names of `torch.distributed.optim` that thinwire has: change the import prefix, nothing else."""
+
+from thinwire.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+
+__all__ = ["PostLocalSGDOptimizer"]

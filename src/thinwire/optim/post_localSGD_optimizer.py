@@ -1,0 +1,171 @@
+"""The name of `torch.distributed.optim.post_localSGD_optimizer`.
+
+What differs from torch's: it is an optimizer through and through, with defaults, step hooks and closures;
+its `param_groups` are the wrapped optimizer's at any time, so schedulers go on having effect after
+`load_state_dict`; with a GradScaler, a rank whose gradients overflow still averages with the others.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from thinwire.codecs.codec import is_whole
+from thinwire.errors import OptionError, StateError
+
+_STEP = "step"
+_SHARED_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class Averager(Protocol):
+    """A ModelAverager: thinwire's, torch's or your own."""
+
+    step: int
+
+    def average_parameters(self, params: Any) -> Any:
+        """Average if it is time, and count the step."""
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Runs an optimizer's steps, and averages parameters after those that the averager chooses.
+
+    Args:
+        optim: Makes the local steps.
+        averager: When and over whom to average. With `post_localSGD_hook`, its `warmup_steps` should be the
+            hook's `start_localSGD_iter`.
+
+    Example::
+
+        averager = PeriodicModelAverager(period=4, warmup_steps=100)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), averager)
+        for batch in batches:
+            optimizer.zero_grad()
+            ddp(batch).backward()
+            optimizer.step()
+    """
+
+    # GradScaler then calls `step` on every rank and says what it found; otherwise it would leave out the call
+    # on ranks whose gradients overflow, and the others would wait for them when they average.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Averager) -> None:
+        if not isinstance(optim, torch.optim.Optimizer):
+            raise OptionError(f"optim={optim!r} must be a torch.optim.Optimizer, which makes the local steps")
+        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, _STEP):
+            raise OptionError(
+                f"averager={averager!r} must be a ModelAverager, such as PeriodicModelAverager(period=4)"
+            )
+        super().__init__(optim.param_groups, optim.defaults)  # its own copies of these end here
+        self.optim = optim
+        self.averager = averager
+        for name in _SHARED_HOOKS:
+            setattr(self, name, getattr(optim, name, getattr(self, name)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.optim, self.averager)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    @property
+    def _made(self) -> bool:
+        return "optim" in self.__dict__
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's, at any time."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._made:
+            self.optim.param_groups = groups
+
+    @property
+    def state(self) -> "defaultdict[torch.Tensor, Any]":
+        """The wrapped optimizer's, at any time."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: "defaultdict[torch.Tensor, Any]") -> None:
+        if self._made:
+            self.optim.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's, at any time."""
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            self.optim.defaults = defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with the averager's count of steps under "step"."""
+        return {**self.optim.state_dict(), _STEP: self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped optimizer and the averager's count; without one, warn and begin at 0."""
+        step = state_dict.get(_STEP, 0)
+        if not is_whole(step) or step < 0:
+            raise StateError(
+                f"step={step!r} must be a whole number, at least 0, the averager's count: the state was not"
+                " saved from a PostLocalSGDOptimizer"
+            )
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _STEP})
+        self.averager.step = step
+        if _STEP not in state_dict:
+            warnings.warn(
+                'the loaded state_dict has no "step", so the averager counts from 0, warm-up included: save'
+                " the state_dict of a PostLocalSGDOptimizer, or set averager.step",
+                stacklevel=2,
+            )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make a local step, then average parameters if the averager says so; returns the closure's loss."""
+        loss = self._local_step(closure)
+        self.averager.average_parameters(params=self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the wrapped optimizer more parameters; every rank must do so at the same point."""
+        if self._made:
+            self.optim.add_param_group(param_group)
+
+    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
+        """The wrapped optimizer's step; under a GradScaler, unless it found gradients that are not finite."""
+        step: Callable[..., float | None] = self.optim.step
+        arguments = () if closure is None else (closure,)
+        if "found_inf" not in self.__dict__:
+            return step(*arguments)
+        scale, found = self.__dict__["grad_scale"], self.__dict__["found_inf"]
+        optim: Any = self.optim
+        if getattr(optim, "_step_supports_amp_scaling", False):
+            optim.grad_scale, optim.found_inf = scale, found
+            try:
+                return step(*arguments)
+            finally:
+                del optim.grad_scale, optim.found_inf
+        if scale is not None:
+            self._unscale(scale)
+        return None if found else step(*arguments)
+
+    @torch.no_grad()
+    def _unscale(self, scale: torch.Tensor) -> None:
+        inverse = scale.double().reciprocal().float()  # as GradScaler does it
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
