@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--workload", default="gpt-1m")
+    parser.add_argument("--workload", default="benchmarks.workloads:small_gpt")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="names, separated by commas")
     parser.add_argument("--link", help="emulate hosts with such links, and measure times")
     parser.add_argument("--as-host", help=argparse.SUPPRESS)

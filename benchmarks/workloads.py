@@ -1,10 +1,13 @@
-"""What the overhead is measured on: the GPT of `thinwire bench`, and an MLP with little work per byte."""
+"""What is measured on: the GPT of `thinwire bench`, a smaller one, and an MLP with little work per byte."""
+
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from thinwire.bench.workloads import GPT, Workload
 from thinwire.bench.workloads import WORKLOADS as BUILT_IN
-from thinwire.bench.workloads import Workload
 
 
 class MLP(nn.Module):
@@ -27,3 +30,8 @@ def _noise(rank: int, step: int) -> torch.Tensor:
 
 
 WORKLOADS = {"gpt": BUILT_IN["gpt-6m"], "mlp": Workload(MLP, _noise)}
+
+
+def small_gpt() -> Workload:
+    """A quarter of a million parameters: small enough to train for thousands of steps on a desk."""
+    return replace(BUILT_IN["gpt-1m"], build=partial(GPT, 64, 4))
