@@ -78,7 +78,9 @@ def attach(
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
-    set_up = set_up_of(ddp, program, check_every=check_every)
+    frozen = [name for name, one in parameters_of(ddp).items() if not one.requires_grad]
+    options = {"frozen": frozen} if isinstance(program, Averaging) else {}  # those are not averaged
+    set_up = set_up_of(ddp, program, check_every=check_every, **options)
     bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, meter=Meter(history))
     try:
         wire = Wire(bridge, program, ddp, optimizers, check_every)
@@ -301,7 +303,11 @@ def _check_program(
             " attach(ddp, ..., optimizer=optimizer)"
         )
     describe(program)
-    shapes = {name: parameter.shape for name, parameter in parameters_of(ddp).items()}
+    shapes = {
+        name: parameter.shape
+        for name, parameter in parameters_of(ddp).items()
+        if parameter.requires_grad or not isinstance(program, Averaging)
+    }
     check_fit(program, shapes, ddp.process_group.size())
 
 

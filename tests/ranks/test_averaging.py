@@ -3,6 +3,7 @@
 import copy
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,7 +425,34 @@ def refused(rank: int, world_size: int) -> None:
         wire.swap(LocalSGD(4))
 
 
+def frozen(rank: int, world_size: int) -> None:
+    """What does not train is not sent."""
+    model = mlp(width=8, layers=3)
+    for parameter in list(model.parameters())[:4]:
+        parameter.requires_grad_(False)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(thinwire.OptionError, match="fragments=3 exceeds the model's 2 parameters that train"):
+        thinwire.attach(ddp, DiLoCo(4, fragments=3), optimizer=optimizer)
+    wire = thinwire.attach(ddp, LocalSGD(1), optimizer=optimizer)
+    loss(ddp, rank, 0).backward()
+    optimizer.step()
+    assert wire.stats().bytes_sent == 4 * (8 * 8 + 8)
+
+
+def documented(rank: int, world_size: int) -> None:
+    """The example of docs/averaging.md."""
+    page = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    batches = [batch(rank, step, width=8) for step in range(20)]
+    sent = names["train"](mlp(width=8, layers=3), batches, lambda model, x: model(x).square().mean())
+    assert 0 < sent < 2 * 2 * 4 * 216, "an average and a half in place of 20 exchanges"
+
+
 def several(rank: int, world_size: int) -> None:
+    frozen(rank, world_size)
+    documented(rank, world_size)
     in_place(rank, world_size)
     states_of_optimizers(rank, world_size)
     diverged(rank, world_size)

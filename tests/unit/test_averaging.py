@@ -67,7 +67,7 @@ def test_wrong_options(make: Any, said: str) -> None:
         (Hierarchical({2: 3, 4: None}), 2, r"levels\[2\]=3 exceeds the 2 ranks"),
         (Hierarchical({2: 2, 4: 3}), 4, "must be all 4 ranks"),
         (Hierarchical({2: "node"}), 4, "must be all 4 ranks"),
-        (DiLoCo(4, fragments=3), 2, "fragments=3 exceeds the model's 2 parameters"),
+        (DiLoCo(4, fragments=3), 2, "fragments=3 exceeds the model's 2 parameters that train"),
     ],
 )
 def test_options_that_do_not_fit(policy: Averaging, world_size: int, said: str) -> None:

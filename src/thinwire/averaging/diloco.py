@@ -90,7 +90,7 @@ class DiLoCo(Averaging):
         super().check(shapes, world_size)
         if self.fragments > len(shapes):
             raise OptionError(
-                f"fragments={self.fragments} exceeds the model's {len(shapes)} parameters: each has some"
+                f"fragments={self.fragments} exceeds the model's {len(shapes)} parameters that train"
             )
 
     def due(self, step: int) -> Sequence[Average]:
