@@ -450,7 +450,40 @@ def documented(rank: int, world_size: int) -> None:
     assert 0 < sent < 2 * 2 * 4 * 216, "an average and a half in place of 20 exchanges"
 
 
+def exchanges(wire: Any) -> int:
+    return sum(record.purpose == "models" for record in wire.stats().records)
+
+
+def closures_and_accumulation(rank: int, world_size: int) -> None:
+    """Backward passes are not what is counted: LBFGS runs many in a step, micro-batches under no_sync too."""
+    ddp = DDP(mlp(width=8, layers=3))
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2 + rank)
+    wire = thinwire.attach(ddp, LocalSGD(2), optimizer=optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = loss(ddp, rank, 0)
+        result.backward()
+        return result
+
+    for _ in range(4):
+        optimizer.step(closure)
+    assert exchanges(wire) == 2
+
+    ddp = DDP(mlp(width=8, layers=3))
+    plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    wire = thinwire.attach(ddp, LocalSGD(3), optimizer=plain)
+    for step in range(12):
+        plain.zero_grad()
+        with ddp.no_sync():
+            loss(ddp, rank, step).backward()
+        loss(ddp, rank, step).backward()
+        plain.step()
+    assert exchanges(wire) == 4
+
+
 def several(rank: int, world_size: int) -> None:
+    closures_and_accumulation(rank, world_size)
     frozen(rank, world_size)
     documented(rank, world_size)
     in_place(rank, world_size)
