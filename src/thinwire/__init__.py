@@ -40,6 +40,7 @@ from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
+from thinwire.sharding.zero import ZeRO
 from thinwire.version import __version__
 from thinwire.wire.meter import Stats, StepRecord
 from thinwire.wire.ops import (
@@ -48,6 +49,7 @@ from thinwire.wire.ops import (
     AllToAll,
     Await,
     Broadcast,
+    Exchange,
     Reduce,
     ReduceScatter,
     Steps,
@@ -74,6 +76,7 @@ __all__ = [
     "DriftError",
     "ErrorFeedback",
     "Exact",
+    "Exchange",
     "Float8",
     "Gathered",
     "Hierarchical",
@@ -109,6 +112,7 @@ __all__ = [
     "Warmup",
     "Wire",
     "WireError",
+    "ZeRO",
     "__version__",
     "attach",
 ]

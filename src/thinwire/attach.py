@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,6 +20,8 @@ from thinwire.errors import AttachError, OptionError, StateError, ThinwireError,
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.program import Memory, Program, check_fit, describe, require_program
 from thinwire.programs.replicas import compare_replicas, fingerprints
+from thinwire.sharding.sharder import Sharder
+from thinwire.sharding.zero import ZeRO
 from thinwire.state import FORMAT, own_state
 from thinwire.wire.agree import Meeting
 from thinwire.wire.communicator import Communicator
@@ -27,7 +30,7 @@ from thinwire.wire.meter import Meter, Stats
 
 def attach(
     ddp: DistributedDataParallel,
-    program: Program | Averaging,
+    program: Program | Averaging | ZeRO,
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
@@ -110,7 +113,7 @@ class Wire:
     def __init__(
         self,
         bridge: Bridge,
-        program: Program | Averaging,
+        program: Program | Averaging | ZeRO,
         ddp: DistributedDataParallel,
         optimizers: Sequence[Optimizer],
         check_every: int,
@@ -122,9 +125,10 @@ class Wire:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._check_every = check_every
         self._averager = self._new_averager(program, ddp)
+        self._sharder = self._new_sharder(program, ddp)
 
     @property
-    def program(self) -> Program | Averaging:
+    def program(self) -> Program | Averaging | ZeRO:
         """The program, or the way of averaging models, that runs now."""
         return self._program
 
@@ -137,7 +141,7 @@ class Wire:
         """Bytes and times so far: totals, and the latest steps in full."""
         return self._bridge.engine.stats()
 
-    def swap(self, program: Program | Averaging) -> None:
+    def swap(self, program: Program | Averaging | ZeRO) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
         What the old program remembered by parameter stays, so that swapping back loses nothing. Models that
@@ -224,7 +228,19 @@ class Wire:
         ddp = self._ddp()
         return {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
 
-    def _new_averager(self, program: Program | Averaging, ddp: DistributedDataParallel) -> Averager | None:
+    def _new_sharder(
+        self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel
+    ) -> Sharder | None:
+        if not isinstance(program, ZeRO):
+            return None
+        (optimizer,) = [one for reference in self._optimizers if (one := reference()) is not None]
+        communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
+        communicator.open()
+        return Sharder(program, ddp, parameters_of(ddp), optimizer, communicator, self._bridge.engine.meter)
+
+    def _new_averager(
+        self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel
+    ) -> Averager | None:
         if not isinstance(program, Averaging):
             return None
         optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
@@ -242,8 +258,10 @@ class Wire:
         same = averager is None or averager.warm
         if same and self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
             self._compare_replicas()
+        if self._sharder is not None:
+            return self._reduce_to_owners(bucket, self._sharder)
         if averager is None:
-            assert not isinstance(self._program, Averaging), "it has an averager"
+            assert not isinstance(self._program, Averaging | ZeRO), "those have runners of their own"
             return self._bridge.run(self._program, bucket, self._memory)
         if not in_backward():
             raise UnavailableError(
@@ -253,6 +271,20 @@ class Wire:
         future = self._bridge.run(averager.gradient_program(), bucket, self._memory)
         if bucket.is_last():
             averager.backward_ended()
+        return future
+
+    def _reduce_to_owners(
+        self, bucket: dist.GradBucket, sharder: Sharder
+    ) -> torch.futures.Future[torch.Tensor]:
+        if not in_backward():
+            raise UnavailableError(
+                "a rank has run out of inputs (Join), and ZeRO cannot go on without it: give every rank the same"
+                " number of batches"
+            )
+        future = self._bridge.run(sharder, bucket, self._memory)
+        if bucket.is_last():
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(sharder.after_backward))  # after DDP's own, which writes the gradients
         return future
 
     def _compare_replicas(self) -> None:
@@ -293,9 +325,11 @@ def _check_at_least(name: str, value: object, least: int, why: str) -> None:
 
 
 def _check_program(
-    program: Program | Averaging, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
+    program: Program | Averaging | ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
 ) -> None:
-    if not isinstance(program, Averaging):
+    if isinstance(program, ZeRO):
+        _check_zero(program, ddp, optimizers)
+    elif not isinstance(program, Averaging):
         require_program(program)
     elif not optimizers:
         raise OptionError(
@@ -309,6 +343,21 @@ def _check_program(
         if parameter.requires_grad or not isinstance(program, Averaging)
     }
     check_fit(program, shapes, ddp.process_group.size())
+
+
+def _check_zero(program: ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+    if len(optimizers) != 1:
+        raise OptionError(
+            f"{program!r} shards one optimizer's state, and {len(optimizers)} were given: give it, as in"
+            " attach(ddp, ..., optimizer=optimizer), with parameter groups for what differs"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise OptionError("optimizer=LBFGS searches along all parameters at once: it cannot be sharded")
+    if program.interleaved and ddp.find_unused_parameters:
+        raise OptionError(
+            "interleaved=True cannot tell unused parameters from zero gradients, as DDP does after backward:"
+            " use interleaved=False with find_unused_parameters"
+        )
 
 
 def _optimizers(given: object, ddp: DistributedDataParallel) -> list[Optimizer]:

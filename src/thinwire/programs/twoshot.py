@@ -41,7 +41,7 @@ class TwoShot:
         rank, world = bucket.rank, bucket.world_size
         codecs = own_codecs(self.codec, bucket)
         chunks = _chunks(numbers_of(bucket.buffer), self.codec, world)
-        layouts = [_layout(self.codec, chunk.numel(), chunk.device) for chunk in chunks]
+        layouts = [layout_of(self.codec, chunk.numel(), chunk.device) for chunk in chunks]
         others = [place for place in range(world) if place != rank]
 
         rows = layouts[0].rows(world)
@@ -77,6 +77,6 @@ def _chunks(numbers: torch.Tensor, codec: Codec, count: int) -> list[torch.Tenso
 
 
 @lru_cache(maxsize=4096)
-def _layout(codec: Codec, length: int, device: torch.device) -> Layout:
+def layout_of(codec: Codec, length: int, device: torch.device) -> Layout:
     """How so many numbers are laid out once encoded: tried out, once."""
     return Layout.of(codec.encode(torch.zeros(length, device=device)))

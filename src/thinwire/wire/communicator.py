@@ -19,6 +19,7 @@ from thinwire.wire.ops import (
     Await,
     Broadcast,
     Collective,
+    Exchange,
     Reduce,
     ReduceScatter,
 )
@@ -109,7 +110,7 @@ class Communicator:
             raise ProgramError(f"a program yielded {op!r}: it must yield collectives of thinwire.wire.ops")
         rank, size = op.place(self.rank, self.size)
         op.check(size)
-        if size == 1 or op.tensor.numel() == 0:
+        if size == 1 or (op.tensor.numel() == 0 and not isinstance(op, Exchange)):
             return _Arrived(deliver(op, [op.tensor] * size)[rank])
         if self._group is None:
             raise WireError(f"{op} was issued on a closed wire: its DDP model is gone")
@@ -178,6 +179,12 @@ def _start(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
             received = torch.empty_like(op.tensor)
             work = dist.all_to_all_single(_as(tensor, received), tensor, group=group, async_op=True)
             return _Later([work], lambda: received)
+        case Exchange(sends=sends, receives=receives):
+            pieces = op.tensor.new_empty(sum(receives))
+            work = dist.all_to_all_single(
+                _as(tensor, pieces), tensor, list(receives), list(sends), group=group, async_op=True
+            )
+            return _Later([work], lambda: pieces)
         case ReduceScatter():
             own = torch.empty_like(op.tensor[0])
             work = _reduce_scatter(_as(tensor, own), tensor, group=group, async_op=True)

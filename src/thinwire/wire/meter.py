@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from thinwire.wire.ops import Await, Collective
 
-GRADIENTS, MODELS = "gradients", "models"
+GRADIENTS, MODELS, PARAMETERS = "gradients", "models", "parameters"
 """What a step exchanged."""
 
 
@@ -49,7 +49,7 @@ class StepRecord:
     wire_seconds: float | None
     exposed_seconds: float | None
     purpose: str = GRADIENTS
-    """What was exchanged: `"gradients"`, or `"models"` by `LocalSGD` and its like."""
+    """What was exchanged: `"gradients"`; `"models"` by `LocalSGD` and its like; `"parameters"` by `ZeRO`."""
 
     @property
     def bytes_sent(self) -> int:

@@ -11,6 +11,7 @@ within them. All ranks take the same turn, each with a collective among ranks th
 | `AllReduce(t)`     | the sum, in `t` itself                               | 2 (W-1)/W of `t`          |
 | `AllGather(t)`     | all ranks' `t`, stacked: shape `(W, *t.shape)`       | (W-1) times `t`           |
 | `AllToAll(t)`      | row `r` of rank `s`'s `t` as row `s`, on rank `r`    | (W-1)/W of `t`            |
+| `Exchange(t, ...)` | as `AllToAll`, of pieces that differ in length       | all but its own piece     |
 | `ReduceScatter(t)` | the sum over ranks of row `rank` of `t`              | (W-1)/W of `t`            |
 | `Reduce(t, dst)`   | `t`; on rank `dst` it holds the sum, else undefined  | `t` (dst: (W-1)/W of it)  |
 | `Broadcast(t, src)`| rank `src`'s `t`, in `t` itself                      | `t` per child in the tree |
@@ -98,6 +99,33 @@ class AllGather(Collective):
 
 class AllToAll(_InRows):
     """Row `r` goes to rank `r`; the rows received are stacked by sender."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange(Collective):
+    """The next `sends[r]` numbers of a flat tensor go to rank `r`; pieces received stand in order of senders.
+
+    Every rank knows what it gets: `receives[s]` numbers from rank `s`.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+    def __str__(self) -> str:
+        among = "" if self.ranks is None else f" among ranks {', '.join(map(str, self.ranks))}"
+        return f"Exchange of {str(self.tensor.dtype).removeprefix('torch.')}{among}"
+
+    def bytes_sent(self, rank: int, size: int) -> int:
+        return (sum(self.sends) - self.sends[rank]) * self.tensor.element_size()
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        flat = self.tensor.dim() == 1 and self.tensor.numel() == sum(self.sends)
+        if not flat or len(self.sends) != size or len(self.receives) != size:
+            raise ProgramError(
+                f"{self} sends {self.sends} and receives {self.receives}: give one number per rank, {size}"
+                f" here, and a flat tensor of all that is sent, not one of shape {tuple(self.tensor.shape)}"
+            )
 
 
 class ReduceScatter(_InRows):

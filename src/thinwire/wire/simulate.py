@@ -17,6 +17,7 @@ from thinwire.wire.ops import (
     Await,
     Broadcast,
     Collective,
+    Exchange,
     Reduce,
     ReduceScatter,
     Steps,
@@ -57,8 +58,23 @@ def _exchange_among(ranks: Sequence[int], ops: Sequence[Collective | Await]) -> 
                 " on what every rank has (reduced values, shapes, configuration, the step)"
             )
     among = [op for op in (ops[rank] for rank in ranks) if isinstance(op, Collective)]
+    if isinstance(among[0], Exchange):
+        return _exchange_pieces([op for op in among if isinstance(op, Exchange)])
     among[0].check(len(among))
     return deliver(among[0], [op.tensor for op in among])
+
+
+def _exchange_pieces(ops: Sequence[Exchange]) -> list[torch.Tensor]:
+    for op in ops:
+        op.check(len(ops))
+    pieces = [op.tensor.split(op.sends) for op in ops]
+    received = []
+    for rank, op in enumerate(ops):
+        sent = tuple(other.sends[rank] for other in ops)
+        if sent != op.receives:
+            raise ProgramError(f"rank {rank} is sent {sent} numbers, but means to receive {op.receives}")
+        received.append(torch.cat([own[rank] for own in pieces]))
+    return received
 
 
 def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -71,6 +87,8 @@ def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return [torch.stack(tensors) for _ in tensors]
         case AllToAll():
             return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(len(tensors))]
+        case Exchange():
+            return [tensor.clone() for tensor in tensors]  # a group of one
         case ReduceScatter():
             return list(torch.stack(tensors).sum(0, dtype=op.tensor.dtype))
         case Reduce(dst=dst):

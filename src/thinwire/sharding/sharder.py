@@ -1,0 +1,239 @@
+"""Runs ZeRO for one model: gradients to owners, owners' steps, parameters back to all."""
+
+import copy
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.errors import UnavailableError
+from thinwire.programs.overflow import all_finite
+from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.sharding.owners import in_runs, spread
+from thinwire.sharding.pieces import Pieces
+from thinwire.sharding.reduce import reduce_to_owners
+from thinwire.sharding.zero import ZeRO
+from thinwire.wire.communicator import Communicator
+from thinwire.wire.engine import Engine
+from thinwire.wire.meter import PARAMETERS, Meter
+from thinwire.wire.ops import AllReduce, Steps
+from thinwire.wire.pack import pack, unpack
+
+_BUCKET_BYTES = 25 << 20
+
+
+class Sharder:
+    """Knows who owns what, and runs the two exchanges; the optimizer stays the user's.
+
+    Making one is collective. It keeps neither the model nor the optimizer alive.
+    """
+
+    def __init__(
+        self,
+        zero: ZeRO,
+        ddp: DistributedDataParallel,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: Optimizer,
+        communicator: Communicator,
+        meter: Meter,
+    ) -> None:
+        self._zero = zero
+        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._optimizer = weakref.ref(optimizer)
+        self._rank, self._size = communicator.rank, communicator.size
+        sizes = {name: one.numel() for name, one in self._parameters.items()}
+        self.owners = (spread if zero.shard_buckets else in_runs)(sizes, self._size)
+        self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
+        self._masters: dict[str, torch.Tensor] = {}
+        self._commits: list[Callable[[], None]] = []
+        self._finite = True
+        device = next(iter(parameters.values())).device
+        self._engine = Engine(communicator, device=device, meter=meter, purpose=PARAMETERS)
+        weakref.finalize(ddp, self._engine.close)
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ends),
+        ]
+        weakref.finalize(ddp, _remove, self._handles)
+
+    def close(self) -> None:
+        """Stop sharding."""
+        _remove(self._handles)
+        self._engine.close()
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """What becomes of a bucket's gradients."""
+        pieces = Pieces.of(bucket, self.owners)
+        reduction = yield from reduce_to_owners(self._zero.program, bucket, pieces, memory)
+        own = zip(pieces.names[self._rank], unpack(reduction.mean, pieces.shapes[self._rank]), strict=True)
+        finite = all_finite(reduction.mean)
+        if self._zero.interleaved:
+            if finite:
+                reduction.commit()
+            self._step(dict(own))
+            yield from self._share(pieces)
+            return Outcome(bucket.buffer)
+        self._commits.append(reduction.commit)
+        self._finite = self._finite and finite
+        into = bucket.views()
+        for name, gradient in own:
+            into[name].copy_(gradient)
+        return Outcome(bucket.buffer)
+
+    def after_backward(self) -> None:
+        """DDP has written the gradients: only owners keep theirs.
+
+        If one of them is not finite on any rank, all become NaN on every rank, so that GradScalers agree; and
+        residuals stay as they were.
+        """
+        kept = {} if self._zero.interleaved else self._own
+        for name, parameter in self._parameters.items():
+            if name not in kept:
+                parameter.grad = None
+        if self._zero.interleaved:
+            return
+        commits, finite = self._commits, self._finite
+        self._commits, self._finite = [], True
+        if self._all_agree(finite):
+            for commit in commits:
+                commit()
+            return
+        for parameter in kept.values():
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What owners keep beyond the optimizer's state: what rounded parameters lost."""
+        return {"masters": {name: master.clone() for name, master in self._masters.items()}}
+
+    def _all_agree(self, finite: bool) -> bool:
+        device = next(iter(self._parameters.values())).device
+        flag = torch.tensor([float(not finite)], device=device)
+
+        def summed() -> Steps[torch.Tensor]:
+            return (yield AllReduce(flag))
+
+        self._engine.submit(summed(), label="the overflow check", last=True, instead=flag)
+        self._engine.guard()
+        self._engine.settle()
+        return not flag.item()
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is not None and (self._zero.interleaved or self._zero.parameters):
+            raise UnavailableError(
+                "step(closure) was called, but with ZeRO(interleaved=True) the step is inside backward, and with"
+                " parameters= a forward inside the step would see unrounded parameters: use ZeRO() without"
+                " these, or call backward before step()"
+            )
+        for name, parameter in self._parameters.items():
+            if name not in self._own:
+                optimizer.state.pop(parameter, None)  # a state that was loaded whole
+        if not self._zero.interleaved:
+            self._unround(self._own)
+
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._zero.interleaved:
+            return
+        with torch.no_grad():
+            chunks = list(self._chunks())
+            buffer = torch.zeros(0, device=chunks[0].buffer.device)
+            for bucket in chunks:
+                steps = self._share(Pieces.of(bucket, self.owners))
+                last = bucket is chunks[-1]
+                self._engine.submit(steps, label=bucket, last=last, instead=buffer)
+            self._engine.guard()
+            self._engine.settle()
+
+    def _chunks(self) -> Iterator[Bucket]:
+        """The model's parameters in buckets of one dtype."""
+        names: list[str] = []
+        filled = 0
+        for name, parameter in sorted(self._parameters.items(), key=lambda item: str(item[1].dtype)):
+            other = names and self._parameters[names[0]].dtype != parameter.dtype
+            if other or (names and filled + parameter.nbytes > _BUCKET_BYTES):
+                yield self._chunk(names)
+                names, filled = [], 0
+            names.append(name)
+            filled += parameter.nbytes
+        yield self._chunk(names)
+
+    def _chunk(self, names: list[str]) -> Bucket:
+        like = self._parameters[names[0]]
+        shapes = tuple(_numbers(self._parameters[name]).shape for name in names)
+        return Bucket(0, like.new_empty(0), tuple(names), shapes, self._rank, self._size, 0)
+
+    def _step(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Step some of our own parameters with the user's optimizer as it is set now."""
+        optimizer = self._optimizer()
+        if optimizer is None or not gradients:
+            return
+        chosen = {id(self._own[name]) for name in gradients}
+        inner = copy.copy(optimizer)
+        inner._optimizer_step_pre_hooks = OrderedDict()  # those are the user's step's
+        inner._optimizer_step_post_hooks = OrderedDict()
+        groups = [
+            (group, [one for one in group["params"] if id(one) in chosen]) for group in optimizer.param_groups
+        ]
+        groups = [(group, params) for group, params in groups if params]
+        inner.param_groups = [{**group, "params": params} for group, params in groups]
+        before = {name: self._own[name].grad for name in gradients}
+        self._unround(gradients)
+        for name, gradient in gradients.items():
+            self._own[name].grad = _like(gradient, self._own[name])
+        type(optimizer).step(inner)  # not what an LR scheduler has put in its place
+        for name, gradient_before in before.items():
+            self._own[name].grad = gradient_before
+        for (group, params), stepped in zip(groups, inner.param_groups, strict=True):
+            group.update({key: value for key, value in stepped.items() if key != "params"})
+
+    def _unround(self, names: Mapping[str, Any]) -> None:
+        """Owners step what they have in full."""
+        with torch.no_grad():
+            for name in names:
+                if name in self._masters:
+                    self._own[name].copy_(self._masters[name])
+
+    def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
+        """Owners send what they have stepped, rounded if asked; all ranks copy it in."""
+        names = pieces.names[self._rank]
+        every = [name for own in pieces.names for name in own]
+        like = self._parameters[every[0]]
+        travel = self._zero.parameters or like.dtype
+        numbers = [_numbers(self._own[name]) for name in names]
+        if travel != like.dtype and like.is_floating_point():
+            for name in names:
+                self._masters[name] = self._own[name].detach().clone()
+            numbers = [one.to(travel) for one in numbers]
+        own = pack(numbers) if numbers else _numbers(like).new_empty(0, dtype=numbers_dtype(like, travel))
+        shared = yield from pieces.share(own, self._rank)
+        for name, tensor in shared.items():
+            if name not in self._own or name in self._masters:
+                _numbers(self._parameters[name]).copy_(tensor)
+        return own
+
+
+def numbers_dtype(like: torch.Tensor, travel: torch.dtype) -> torch.dtype:
+    """In what real parameters travel; complex ones as pairs of their own."""
+    return travel if like.is_floating_point() else _numbers(like).dtype
+
+
+def _numbers(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's own memory, as real numbers."""
+    tensor = parameter.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
