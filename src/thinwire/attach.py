@@ -278,8 +278,8 @@ class Wire:
     ) -> torch.futures.Future[torch.Tensor]:
         if not in_backward():
             raise UnavailableError(
-                "a rank has run out of inputs (Join), and ZeRO cannot go on without it: give every rank the same"
-                " number of batches"
+                "a rank has run out of inputs (Join), and ZeRO cannot go on without it: give every rank the"
+                " same number of batches"
             )
         future = self._bridge.run(sharder, bucket, self._memory)
         if bucket.is_last():

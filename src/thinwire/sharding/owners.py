@@ -27,7 +27,7 @@ def in_runs(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """
     most = min(_BUCKET_NUMBERS, -(-sum(sizes.values()) // count))
     owners, run, filled = {}, 0, 0
-    for name in reversed(sizes):
+    for name in reversed(list(sizes)):
         if filled and filled + sizes[name] > most:
             run, filled = run + 1, 0
         owners[name] = run % count

@@ -60,7 +60,7 @@ def total(pieces: Sequence[torch.Tensor], rank: int) -> Steps[torch.Tensor]:
     received = yield Exchange(pack(others) if others else own.new_empty(0), sends=sends, receives=receives)
     rows = list(received.view(len(others), own.numel()))
     rows.insert(rank, own)
-    result = rows[0].clone()
+    result: torch.Tensor = rows[0].clone()
     for row in rows[1:]:  # in order of ranks, so that who owns it changes no bit
         result += row
     return result

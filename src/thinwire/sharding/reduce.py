@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -63,13 +64,13 @@ def _with_feedback(
     views, residuals = {}, {}
     for name, gradient in bucket.views().items():
         corrected = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        residuals[name] = memory.slot(name, RESIDUAL, lambda like=corrected: torch.zeros_like(like))
+        residuals[name] = memory.slot(name, RESIDUAL, partial(torch.zeros_like, corrected))
         views[name] = corrected.add_(residuals[name], alpha=keep)
     cut = pieces.cut(views, next(iter(views.values())))
     mean = yield from _encoded(codec, bucket, cut, track_error=True)
     rounded = mean.to(bucket.buffer.dtype)
     # What the gradients' own dtype rounds off; what one rank feeds back counts 1/W.
-    cut[bucket.rank].copy_(mean.sub_(rounded).mul_(bucket.world_size))
+    cut[bucket.rank].copy_((mean - rounded).mul_(bucket.world_size))
 
     def commit() -> None:
         for names, shapes, missed in zip(pieces.names, pieces.shapes, cut, strict=True):
@@ -82,7 +83,7 @@ def _with_feedback(
 def _encoded(
     codec: Codec, bucket: Bucket, cut: list[torch.Tensor], *, track_error: bool
 ) -> Steps[torch.Tensor]:
-    """Encoded pieces to their owners, who take the mean; what others did not get is left in `cut`, if tracked."""
+    """Encoded pieces to owners, who take the mean; what they did not get is left in `cut`, if tracked."""
     rank, world = bucket.rank, bucket.world_size
     codecs, own = own_codecs(codec, bucket), cut[rank]
     rows, sends = [], [0] * world

@@ -1,9 +1,7 @@
 """Runs ZeRO for one model: gradients to owners, owners' steps, parameters back to all."""
 
-import copy
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +15,7 @@ from thinwire.programs.program import Bucket, Memory, Outcome
 from thinwire.sharding.owners import in_runs, spread
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
+from thinwire.sharding.step import step_some
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
@@ -114,11 +113,7 @@ class Sharder:
     def _all_agree(self, finite: bool) -> bool:
         device = next(iter(self._parameters.values())).device
         flag = torch.tensor([float(not finite)], device=device)
-
-        def summed() -> Steps[torch.Tensor]:
-            return (yield AllReduce(flag))
-
-        self._engine.submit(summed(), label="the overflow check", last=True, instead=flag)
+        self._engine.submit(_summed(flag), label="the overflow check", last=True, instead=flag)
         self._engine.guard()
         self._engine.settle()
         return not flag.item()
@@ -127,9 +122,9 @@ class Sharder:
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None and (self._zero.interleaved or self._zero.parameters):
             raise UnavailableError(
-                "step(closure) was called, but with ZeRO(interleaved=True) the step is inside backward, and with"
-                " parameters= a forward inside the step would see unrounded parameters: use ZeRO() without"
-                " these, or call backward before step()"
+                "step(closure) was called, but with ZeRO(interleaved=True) the step is inside backward, and"
+                " with parameters= a forward inside the step would see unrounded parameters: use ZeRO()"
+                " without these, or call backward before step()"
             )
         for name, parameter in self._parameters.items():
             if name not in self._own:
@@ -173,24 +168,8 @@ class Sharder:
         optimizer = self._optimizer()
         if optimizer is None or not gradients:
             return
-        chosen = {id(self._own[name]) for name in gradients}
-        inner = copy.copy(optimizer)
-        inner._optimizer_step_pre_hooks = OrderedDict()  # those are the user's step's
-        inner._optimizer_step_post_hooks = OrderedDict()
-        groups = [
-            (group, [one for one in group["params"] if id(one) in chosen]) for group in optimizer.param_groups
-        ]
-        groups = [(group, params) for group, params in groups if params]
-        inner.param_groups = [{**group, "params": params} for group, params in groups]
-        before = {name: self._own[name].grad for name in gradients}
         self._unround(gradients)
-        for name, gradient in gradients.items():
-            self._own[name].grad = _like(gradient, self._own[name])
-        type(optimizer).step(inner)  # not what an LR scheduler has put in its place
-        for name, gradient_before in before.items():
-            self._own[name].grad = gradient_before
-        for (group, params), stepped in zip(groups, inner.param_groups, strict=True):
-            group.update({key: value for key, value in stepped.items() if key != "params"})
+        step_some(optimizer, [(self._own[name], gradient) for name, gradient in gradients.items()])
 
     def _unround(self, names: Mapping[str, Any]) -> None:
         """Owners step what they have in full."""
@@ -210,7 +189,7 @@ class Sharder:
             for name in names:
                 self._masters[name] = self._own[name].detach().clone()
             numbers = [one.to(travel) for one in numbers]
-        own = pack(numbers) if numbers else _numbers(like).new_empty(0, dtype=numbers_dtype(like, travel))
+        own = pack(numbers) if numbers else _numbers(like).new_empty(0, dtype=_numbers_dtype(like, travel))
         shared = yield from pieces.share(own, self._rank)
         for name, tensor in shared.items():
             if name not in self._own or name in self._masters:
@@ -218,7 +197,12 @@ class Sharder:
         return own
 
 
-def numbers_dtype(like: torch.Tensor, travel: torch.dtype) -> torch.dtype:
+def _summed(tensor: torch.Tensor) -> Steps[torch.Tensor]:
+    total: torch.Tensor = yield AllReduce(tensor)
+    return total
+
+
+def _numbers_dtype(like: torch.Tensor, travel: torch.dtype) -> torch.dtype:
     """In what real parameters travel; complex ones as pairs of their own."""
     return travel if like.is_floating_point() else _numbers(like).dtype
 
@@ -227,10 +211,6 @@ def _numbers(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's own memory, as real numbers."""
     tensor = parameter.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
 
 
 def _remove(handles: list[Any]) -> None:

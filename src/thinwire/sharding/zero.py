@@ -48,8 +48,8 @@ class ZeRO:
         require_program(self.program)
         if self.parameters not in (None, torch.float16, torch.bfloat16, torch.float32):
             raise OptionError(
-                f"parameters={self.parameters!r} must be None, torch.bfloat16, torch.float16 or torch.float32:"
-                " the dtype in which updated parameters travel"
+                f"parameters={self.parameters!r} must be None, torch.bfloat16, torch.float16 or"
+                " torch.float32: the dtype in which updated parameters travel"
             )
         for name in ("interleaved", "shard_buckets"):
             if not isinstance(getattr(self, name), bool):
