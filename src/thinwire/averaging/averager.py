@@ -75,6 +75,7 @@ class Averager:
         self._used = 0  # averages so far
         self._whole = 0  # times that all of the model was averaged among all ranks
         self._apart = False
+        self._communicator = communicator
         self._everybody = tuple(range(communicator.size))
         self._place = (communicator.rank, communicator.size)
         self._neighbours = members_of(policy.within, communicator, ddp.process_group)
@@ -144,6 +145,8 @@ class Averager:
                 held = [self._parameters[name] for names in self._fragments for name in names]
                 states = one_state(held, self._optimizers, len(self._everybody))
                 self._run(states, self._everybody, "optimizer state")
+        # A rank that hangs up first could cut off another's last collective.
+        self._communicator.meeting.gather("retire", "", self._communicator.limit)
         self.close()
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ class Rounds:
         self._listener = listener
         self._awaited = {id(optimizer) for optimizer in optimizers}
         self._stepped: set[int] = set()
+        self._stepping: set[int] = set()
         self._in_closure = False
         self._cut_short = False
         self._without = 0
@@ -75,6 +76,7 @@ class Rounds:
     def _end(self) -> None:
         self.open = False
         self._stepped.clear()
+        self._stepping.clear()
         self._listener.end()
 
     def _forward(self, module: object, inputs: object) -> None:
@@ -93,6 +95,9 @@ class Rounds:
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put a closure of ours around the user's: what it runs belongs to this step."""
+        if id(optimizer) in self._stepping:  # its last step has raised
+            self.cut_short()
+        self._stepping.add(id(optimizer))
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._marked(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -111,6 +116,7 @@ class Rounds:
 
     def _step_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._without = 0
+        self._stepping.discard(id(optimizer))
         if self._cut_short:
             self._listener.stepped_late()
             return
