@@ -18,11 +18,11 @@ from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
 from thinwire.errors import AttachError, OptionError, StateError, ThinwireError, UnavailableError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Memory, Program, check_fit, describe, require_program
+from thinwire.programs.program import MODELS, Memory, Program, check_fit, describe, require_program
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
-from thinwire.state import FORMAT, own_state
+from thinwire.state import FORMAT, own_state, where_it_is
 from thinwire.wire.agree import Meeting
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.meter import Meter, Stats
@@ -87,10 +87,11 @@ def attach(
     bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, meter=Meter(history))
     try:
         wire = Wire(bridge, program, ddp, optimizers, check_every)
-        ddp.register_comm_hook(wire, thinwire_hook)
-    except ThinwireError:
+    except BaseException:
         bridge.engine.close()
         raise
+    try:
+        ddp.register_comm_hook(wire, thinwire_hook)
     except RuntimeError as error:
         if wire._averager is not None:
             wire._averager.close()
@@ -125,6 +126,8 @@ class Wire:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._check_every = check_every
         self._averager = self._new_averager(program, ddp)
+        if self._averager is not None:
+            self._averager.start(bridge.engine)
         self._sharder = self._new_sharder(program, ddp)
 
     @property
@@ -146,7 +149,7 @@ class Wire:
 
         What the old program remembered by parameter stays, so that swapping back loses nothing. Models that
         were averaged are first made one, as by `finalize`, and so is the optimizer's state: means, and of
-        counts rank 0's. A new way of averaging counts from here on.
+        counts rank 0's. A new way of averaging counts from here on, and its outer optimizer starts anew.
         """
         ddp, communicator = self._ddp(), self._bridge.communicator
         if ddp is None:
@@ -154,11 +157,16 @@ class Wire:
         optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
         _check_program(program, ddp, optimizers)
         self._between_steps("swap")
+        old = self._averager
+        if old is not None:
+            old.end_open_step()
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
-        if self._averager is not None:
-            self._averager.retire()
-        self._averager = self._new_averager(program, ddp)
-        self._program = program
+        new = self._new_averager(program, ddp)  # what it refuses leaves everything as it is
+        if old is not None:
+            old.retire()
+        if new is not None:
+            new.start(self._bridge.engine)
+        self._program, self._averager = program, new
 
     def finalize(self) -> None:
         """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
@@ -187,6 +195,9 @@ class Wire:
         is under way is waited for and saved. This rank's parameters are in it while models are apart.
         """
         self._between_steps("state_dict")
+        averaging = (
+            None if self._averager is None else self._averager.state_dict()
+        )  # may wait, and change memory
         return {
             "format": FORMAT,
             "program": describe(self._program),
@@ -194,7 +205,7 @@ class Wire:
             "rank": self._bridge.communicator.rank,
             "world_size": self._bridge.communicator.size,
             "memory": self._memory.state_dict(),
-            "averaging": None if self._averager is None else self._averager.state_dict(),
+            "averaging": averaging,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -217,9 +228,9 @@ class Wire:
         except StateError as error:
             decline(str(error), communicator.meeting, topic="load_state_dict")
             raise
-        saved = {"step": str(own["step"])}
+        saved = {"step": str(own["step"]), "averaging": where_it_is(own.get("averaging"))}
         agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
-        self._memory = memory
+        self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
         if take_over is not None:
             take_over()
@@ -247,9 +258,17 @@ class Wire:
         communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
         communicator.open()
         try:
-            meter, parameters = self._bridge.engine.meter, parameters_of(ddp)
-            return Averager(program, ddp, parameters, optimizers, communicator, meter, self._check_every)
-        except ThinwireError:
+            return Averager(
+                program,
+                ddp,
+                parameters_of(ddp),
+                optimizers,
+                communicator,
+                self._bridge.engine.meter,
+                self._memory.scoped(MODELS),
+                self._check_every,
+            )
+        except BaseException:
             communicator.close()
             raise
 
@@ -361,7 +380,8 @@ def _check_zero(program: ZeRO, ddp: DistributedDataParallel, optimizers: Sequenc
 
 
 def _optimizers(given: object, ddp: DistributedDataParallel) -> list[Optimizer]:
-    optimizers: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
+    listed: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
+    optimizers = list({id(one): one for one in listed}.values())
     own = set(map(id, parameters_of(ddp).values()))
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

@@ -7,7 +7,7 @@ import torch
 
 from thinwire.averaging.saved import cloned
 from thinwire.errors import StateError
-from thinwire.programs.program import RESIDUAL
+from thinwire.programs.program import MODELS_RESIDUAL, RESIDUAL
 
 FORMAT = 1
 _KEYS = {"format", "program", "step", "rank", "world_size", "memory"}
@@ -18,6 +18,18 @@ def own_state(state: object, program: str, rank: int, world_size: int) -> dict[s
 
     Raises StateError where it does not fit.
     """
+    try:
+        return _own_state(state, program, rank, world_size)
+    except StateError:
+        raise
+    except Exception as error:  # of whatever a damaged file holds
+        raise StateError(
+            f"the state cannot be read ({type(error).__name__}: {error}): it is damaged, or was not saved by"
+            " wire.state_dict()"
+        ) from error
+
+
+def _own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
     if state and isinstance(state, Sequence) and not isinstance(state, str):
         states = [_checked(one, program) for one in state]
         found = sorted((one["rank"], one["world_size"]) for one in states)
@@ -80,7 +92,7 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
         merged[name] = {}
         for key in dict.fromkeys(key for one in slots for key in one):
             tensors = [one[key] for one in slots if key in one]
-            if key == RESIDUAL:
+            if key in (RESIDUAL, MODELS_RESIDUAL):
                 merged[name][key] = torch.stack(tensors).sum(0) / len(memories)
             elif len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors):
                 merged[name][key] = tensors[0].clone()
@@ -93,22 +105,23 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
 
 
 def _merged_averaging(states: Sequence[Any]) -> dict[str, Any]:
-    """A step that some ranks had not ended yet, having skipped it, is over for all."""
     if any(not isinstance(state, dict) for state in states):
         raise StateError("some states are of a wire that averages models, and some are not")
-    ends = {state["step"] + state["open"] for state in states}
-    flights = {str([(one["fragment"], one["due"]) for one in state["in_flight"]]) for state in states}
-    if len(ends) > 1 or len(flights) > 1:
+    if len({where_it_is(state) for state in states}) > 1:
         raise StateError("the states are of different training steps: give those that were saved together")
-    first = cloned(states[0])
     return {
-        **first,
-        "step": ends.pop(),
-        "open": False,
+        **cloned(states[0]),
         "parameters": _means([state["parameters"] for state in states]),
         "buffers": _means([state["buffers"] for state in states]),
-        "memory": _merged_memory([state["memory"] for state in states]),
     }
+
+
+def where_it_is(averaging: Mapping[str, Any] | None) -> str:
+    """At which point of averaging a state was saved; the same on all ranks."""
+    if averaging is None:
+        return "nowhere"
+    flights = [(one["fragment"], one["due"]) for one in averaging["in_flight"]]
+    return f"after step {averaging['step']}, {averaging['used']} averages, under way {flights}"
 
 
 def _means(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

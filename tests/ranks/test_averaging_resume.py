@@ -123,10 +123,11 @@ def test_at_another_world_size_nothing_is_lost(
         torch.testing.assert_close(at_first, mean)
         own = state["averaging"]
         assert own["step"] == steps
-        for name, slots in states[0]["memory"].items():
-            owed = sum(one["memory"][name]["residual"] for one in states) / len(states)
-            assert slots["residual"].abs().max() > 0
-            torch.testing.assert_close(own["memory"][name]["residual"], owed)
+        key = "models: residual"
+        for name, slots in saved[0][1]["memory"].items():
+            owed = sum(one[1]["memory"][name][key] for one in saved) / len(saved)
+            assert slots[key].abs().max() > 0
+            torch.testing.assert_close(state["memory"][name][key], owed)
         if states[0]["outer"] is not None:
             for name, anchor in states[0]["outer"]["anchors"].items():
                 assert torch.equal(own["outer"]["anchors"][name], anchor)
@@ -145,7 +146,9 @@ def unfit(rank: int, world_size: int) -> None:
     for broken, said in [
         (None, "nothing, or something else, under 'averaging'"),
         ({**averaging, "step": -1}, "averaging step=-1 must be a whole number"),
-        ({**averaging, "open": 1}, "averaging open=1 must be True or False"),
+        ({**averaging, "apart": 1}, "averaging apart=1 must be True or False"),
+        ({**averaging, "outer": None}, "the state has no anchors, but 2 steps since the warm-up"),
+        ({**averaging, "in_flight": [{**flight, "due": 9}]}, "not due within 1 steps of step 2"),
         ({**averaging, "parameters": {"x": torch.ones(1)}}, "the state's parameters are not this model's"),
         (
             {**averaging, "parameters": {**averaging["parameters"], "0.bias": torch.ones(1)}},

@@ -126,14 +126,17 @@ class Watched:
     def __init__(self, *optimizers: Any) -> None:
         self.model: Any = nn.Linear(2, 2)
         self.optimizers = [make(self.model.parameters()) for make in optimizers]
-        self.begun = self.ended = 0
-        self.rounds = Rounds(ANY(self.model), self.optimizers, self.begin, self.end)
+        self.begun = self.ended = self.late = 0
+        self.rounds = Rounds(ANY(self.model), self.optimizers, self)
 
     def begin(self) -> None:
         self.begun += 1
 
     def end(self) -> None:
         self.ended += 1
+
+    def stepped_late(self) -> None:
+        self.late += 1
 
     def backward(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(torch.ones(1, 2)).square().sum()
@@ -198,7 +201,67 @@ def test_a_forward_between_backward_and_step_counts_the_step_once() -> None:
         watched.backward()
         watched.model(torch.ones(1, 2))
         watched.optimizers[0].step()
-        assert watched.ended == step
+        assert watched.ended == watched.late == step
+
+
+def test_a_step_that_raises_is_over_with_the_next_forward() -> None:
+    watched = Watched(SGD)
+
+    def closure() -> torch.Tensor:
+        watched.backward()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        watched.optimizers[0].step(closure)
+    assert watched.ended == 0
+    watched.backward()
+    assert watched.ended == 1
+    watched.optimizers[0].step()
+    assert watched.ended == 2
+
+
+def test_a_scaler_that_finds_an_overflow_ends_the_step_at_once() -> None:
+    """Also with unscale_, and with an optimizer that knows scalers; gradients are what torch leaves."""
+    both: list[dict[str, Any]] = [{}, {"fused": True}]
+    for options in both:
+        for unscale in (False, True):
+            watched = Watched(partial(torch.optim.SGD, lr=0.1, **options))
+            plain: Any = nn.Linear(2, 2)
+            plain.load_state_dict(watched.model.state_dict())
+            theirs = torch.optim.SGD(plain.parameters(), lr=0.1, **options)
+            scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+            for step in range(4):
+                for model, optimizer, scaler in (
+                    (watched.model, watched.optimizers[0], scalers[0]),
+                    (plain, theirs, scalers[1]),
+                ):
+                    optimizer.zero_grad()
+                    scaler.scale(model(torch.ones(1, 2)).square().sum()).backward()
+                    if model is watched.model:
+                        watched.rounds.backward()
+                    if step == 1:
+                        next(model.parameters()).grad[0, 0] = torch.inf
+                    if unscale:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    if optimizer is not theirs:
+                        assert watched.ended == step + 1
+                assert torch.equal(watched.model.weight, plain.weight)
+                assert watched.model.weight.grad is not None
+    plain_again = Watched(SGD)
+    assert plain_again.optimizers[0]._step_supports_amp_scaling
+    plain_again.rounds.remove()
+    assert not getattr(plain_again.optimizers[0], "_step_supports_amp_scaling", False)
+
+
+def test_an_optimizer_that_never_steps_is_noticed() -> None:
+    watched = Watched(SGD)
+    for _ in range(10):
+        watched.backward()
+    with pytest.warns(UserWarning, match="none of the optimizers given to attach has stepped"):
+        watched.backward()
+    assert watched.ended == 10
 
 
 def test_hooks_end_with_the_model() -> None:

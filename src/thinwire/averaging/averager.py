@@ -1,7 +1,8 @@
 """Runs a way of averaging: counts steps, says what becomes of gradients, and averages when it is time."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from thinwire.averaging.groups import members_of
 from thinwire.averaging.policy import Average, Averaging
 from thinwire.averaging.rounds import Rounds
 from thinwire.averaging.saved import checked, cloned
-from thinwire.errors import AttachError, DivergedError
+from thinwire.errors import AttachError, DivergedError, StateError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Memory, Program
@@ -53,24 +54,28 @@ class Averager:
         optimizers: Sequence[Optimizer],
         communicator: Communicator,
         meter: Meter,
+        memory: Memory,
         check_every: int,
     ) -> None:
         self.step = 0
         """Training steps that are over."""
         self._policy = policy
-        self._optimizers = optimizers
+        self._optimizers: Sequence[Optimizer] = optimizers
         self._ddp = weakref.ref(ddp)
         self._broadcasts_buffers = ddp.broadcast_buffers
         self._check_every = check_every
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         count = policy.fragments if isinstance(policy, DiLoCo) else 1
         sizes = {name: one.numel() for name, one in self._parameters.items()}
         self._fragments = split_evenly(sizes, count)
-        self._memory = Memory()
+        self._memory = memory
         self._anchors: Anchors | None = None
         self._in_flight: list[_InFlight] = []
         self._used = 0  # averages so far
+        self._whole = 0  # times that all of the model was averaged among all ranks
         self._apart = False
+        self._communicator = communicator
         self._everybody = tuple(range(communicator.size))
         self._place = (communicator.rank, communicator.size)
         self._neighbours = members_of(policy.within, communicator, ddp.process_group)
@@ -79,8 +84,19 @@ class Averager:
         }
         device = next(iter(parameters.values())).device
         self._engine = Engine(communicator, device=device, meter=meter, purpose=MODELS)
-        weakref.finalize(ddp, self._engine.close)
-        self._rounds = Rounds(ddp, optimizers, self._begin, self._end)
+        self._rounds: Rounds | None = None
+
+    def start(self, bridge_engine: Engine) -> None:
+        """Listen to the model and its optimizers from now on.
+
+        All ranks count the same steps, but not the same backward passes (closures run as many as they like):
+        the engine of gradients is told.
+        """
+        ddp = self._ddp()
+        assert ddp is not None, "attach holds it"
+        weakref.finalize(ddp, _let_go, self)
+        self._gradients, self._begun_at = bridge_engine, bridge_engine.step
+        self._rounds = Rounds(ddp, self._optimizers, self)
         self._set_broadcasts()
 
     @property
@@ -96,18 +112,25 @@ class Averager:
 
     def backward_ended(self) -> None:
         """All gradients of a step have been taken in."""
-        self._rounds.backward()
+        if self._rounds is not None:
+            self._rounds.backward()
+
+    def end_open_step(self) -> None:
+        """End a step that the training loop has left out, as its next forward would."""
+        if self._rounds is not None:
+            self._rounds.cut_short()
 
     def finalize(self) -> None:
         """Bring all ranks to one model: use what is under way, then the exact mean of what they hold."""
-        if self._rounds.open:
-            self._rounds.end()
-        with torch.no_grad():
+        self.end_open_step()
+        with _quietly():
             while self._in_flight:
-                self._use(self._in_flight.pop(0))
+                self._use_first()
             if not self._apart:
                 return
-            self._copy_in(self._exchange(self._parameters, Exact(), Memory(), self._everybody).means())
+            means = self._exchange(self._parameters, Exact(), Memory(), self._everybody).means()
+            self._check_finite(means)
+            self._copy_in(means)
             self._share_buffers(self._everybody)
             if self._anchors is not None:
                 self._anchors.move_to(self._parameters)
@@ -115,17 +138,21 @@ class Averager:
 
     def retire(self) -> None:
         """Leave all ranks with one model and one optimizer state, and stop averaging."""
-        if self._rounds.open or not self.warm:
+        self.end_open_step()
+        if not self.warm:
             self.finalize()
-            with torch.no_grad():
+            with _quietly():
                 held = [self._parameters[name] for names in self._fragments for name in names]
                 states = one_state(held, self._optimizers, len(self._everybody))
                 self._run(states, self._everybody, "optimizer state")
+        # A rank that hangs up first could cut off another's last collective.
+        self._communicator.meeting.gather("retire", "", self._communicator.limit)
         self.close()
 
     def close(self) -> None:
         """Stop averaging, whatever ranks hold."""
-        self._rounds.remove()
+        if self._rounds is not None:
+            self._rounds.remove()
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts_buffers
@@ -133,16 +160,16 @@ class Averager:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, this rank's parameters included where ranks differ; waits for what is under way."""
+        self.end_open_step()
         for flight in self._in_flight:
             _keep(flight)
         return {
             "step": self.step,
-            "open": self._rounds.open,
             "apart": self._apart,
             "used": self._used,
+            "whole": self._whole,
             "parameters": cloned({} if self.warm else dict(self._parameters)),
             "buffers": cloned({} if self.warm else self._buffers()),
-            "memory": self._memory.state_dict(),
             "outer": None if self._anchors is None else self._anchors.state_dict(),
             "in_flight": [
                 {"fragment": flight.fragment, "due": flight.due, "means": cloned(flight.means())}
@@ -153,18 +180,14 @@ class Averager:
     def prepare(self, state: object) -> Callable[[], None]:
         """Check a saved state; what is returned takes it over. StateError, and nothing changed, if unfit."""
         saved = checked(state, self._parameters, self._buffers(), self._fragments)
-        memory = Memory()
-        memory.load_state_dict(saved["memory"], {name: one.shape for name, one in self._parameters.items()})
-        anchors = None
-        if saved["outer"] is not None:
-            anchors = self._new_anchors()
-            anchors.load_state_dict(saved["outer"])
+        anchors = self._saved_anchors(saved)
 
         def take_over() -> None:
-            self.step, self._used, self._apart = saved["step"], saved["used"], saved["apart"]
-            self._rounds.open = saved["open"]
-            self._memory, self._anchors = memory, anchors
-            with torch.no_grad():
+            self.step, self._apart = saved["step"], saved["apart"]
+            self._used, self._whole = saved["used"], saved["whole"]
+            self._anchors = anchors
+            self._begun_at = self._gradients.step - self.step
+            with _quietly():
                 for name, tensor in saved["parameters"].items():
                     self._parameters[name].copy_(tensor)
                 for name, tensor in saved["buffers"].items():
@@ -177,13 +200,40 @@ class Averager:
 
         return take_over
 
-    def _begin(self) -> None:
+    def _saved_anchors(self, saved: Mapping[str, Any]) -> Anchors | None:
+        since, outer = saved["step"] - self._policy.warmup_steps, saved["outer"]
+        overlap = self._policy.overlap if isinstance(self._policy, DiLoCo) else 0
+        if any(not 0 <= flight["due"] - since <= overlap for flight in saved["in_flight"]):
+            raise StateError(f"an average under way is not due within {overlap} steps of step {since}")
+        if outer is None:
+            if isinstance(self._policy, DiLoCo) and since > 0:
+                raise StateError(f"the state has no anchors, but {since} steps since the warm-up")
+            return None
+        if not isinstance(self._policy, DiLoCo):
+            raise StateError("the state has anchors, which only DiLoCo keeps")
+        anchors = self._new_anchors()
+        anchors.load_state_dict(outer)
+        return anchors
+
+    def begin(self) -> None:
         """A forward: parameters are what all ranks have, unless some steps were taken already."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise AttachError(
+                    f"parameter {name!r} was frozen when the wire was attached, so it is not averaged, and"
+                    " now it trains: call wire.swap(wire.program) after unfreezing it, on every rank"
+                )
         if self._anchors is None and isinstance(self._policy, DiLoCo) and not self.warm:
             self._anchors = self._new_anchors()
 
-    def _end(self) -> None:
+    def stepped_late(self) -> None:
+        """This rank has changed its model since it was averaged."""
+        self._apart = not self.warm
+
+    def end(self) -> None:
+        """A step is over: use what is due, start what is due."""
         self.step += 1
+        self._gradients.step = self._begun_at + self.step
         since = self.step - self._policy.warmup_steps
         if since == 0:
             self._set_broadcasts()
@@ -191,7 +241,7 @@ class Averager:
             return
         self._engine.check()
         self._apart = True
-        with torch.no_grad():
+        with _quietly():
             self._use_due(since)
             for average in self._policy.due(since):
                 self._start(average, since)
@@ -199,7 +249,11 @@ class Averager:
 
     def _use_due(self, since: int) -> None:
         while self._in_flight and self._in_flight[0].due <= since:
-            self._use(self._in_flight.pop(0))
+            self._use_first()
+
+    def _use_first(self) -> None:
+        _keep(self._in_flight[0])  # interrupted while it waits, it is still under way
+        self._use(self._in_flight.pop(0))
 
     def _start(self, average: Average, since: int) -> None:
         ranks = self._everybody if average.among is None else self._members[average.among]
@@ -224,12 +278,7 @@ class Averager:
 
     def _use(self, flight: _InFlight) -> None:
         means, names = flight.means(), self._fragments[flight.fragment]
-        for name, mean in means.items():
-            if not all_finite(mean):
-                raise DivergedError(
-                    f"after step {self.step} the ranks' average of {name!r} is not finite: a rank's model"
-                    " holds inf or NaN; go back to the last checkpoint, and lower the learning rate or clip"
-                )
+        self._check_finite(means)
         mixing = 0.0
         if self._anchors is None:
             self._copy_in(means)
@@ -245,8 +294,18 @@ class Averager:
             self._share_buffers(flight.ranks)
         if everybody and len(self._fragments) == 1 and not mixing:
             self._apart = False
-        if everybody and self._check_every and self._used % self._check_every == 0:
-            self._compare(names)
+        if everybody and flight.fragment == len(self._fragments) - 1:
+            self._whole += 1
+            if self._check_every and self._whole % self._check_every == 0:
+                self._compare()
+
+    def _check_finite(self, means: Mapping[str, torch.Tensor]) -> None:
+        for name, mean in means.items():
+            if not all_finite(mean):
+                raise DivergedError(
+                    f"after step {self.step} the ranks' average of {name!r} is not finite: a rank's model"
+                    " holds inf or NaN; go back to the last checkpoint, and lower the learning rate or clip"
+                )
 
     def _copy_in(self, tensors: Mapping[str, torch.Tensor], mixing: float = 0.0) -> None:
         """Parameters in place: never bound to other memory, so views and layouts stay."""
@@ -269,8 +328,9 @@ class Averager:
         if buffers and self._policy.buffers != "local":
             self._run(share_buffers(buffers, self._policy.buffers, len(ranks)), ranks, "buffers")
 
-    def _compare(self, names: Sequence[str]) -> None:
-        held = self._parameters if self._anchors is None else self._anchors
+    def _compare(self) -> None:
+        """What all ranks must hold alike: anchors, or parameters that were just averaged."""
+        held, names = self._parameters if self._anchors is None else self._anchors, list(self._parameters)
         own = fingerprints(held[name] for name in names)
         self._run(compare_replicas(names, own, self.step, active=True), self._everybody, "the comparison")
 
@@ -302,6 +362,20 @@ class Averager:
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts_buffers and self.warm
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Unseen by autograd, and with tensors that training can go on with, wherever it is called from."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _let_go(averager: Averager) -> None:
+    """The model is gone: keep none of its parameters."""
+    averager.close()
+    averager._parameters, averager._frozen, averager._optimizers = {}, {}, []
+    averager._anchors, averager._in_flight = None, []
 
 
 def _keep(flight: _InFlight) -> None:

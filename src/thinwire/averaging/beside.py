@@ -1,6 +1,6 @@
 """What is averaged beside the parameters: the model's buffers and the optimizer's state."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +19,9 @@ def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Steps
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         flat = pack(alike)
         if how == "mean" and (dtype.is_floating_point or dtype.is_complex):
-            flat = yield AllReduce(flat.mul_(1 / size))
+            # In double precision: the mean of equal numbers is then that number.
+            precise = flat.to(torch.promote_types(dtype, torch.float64))
+            flat = yield AllReduce(precise.mul_(1 / size))
         else:
             flat = yield Broadcast(flat, src=0)
         for buffer, shared in zip(alike, unpack(flat, [one.shape for one in alike]), strict=True):
@@ -33,10 +35,12 @@ def one_state(
     """Make all of the optimizers' state equal, so that equal gradients keep models equal from here on.
 
     Means of what is shaped as its parameter; of all other numbers, such as counts of steps, the first rank's.
-    A parameter that some rank has no state for starts anew everywhere.
+    A parameter that some rank has no state for, or one that is not made of numbers, starts anew everywhere.
     """
     states = [[one.state.get(parameter, {}) for one in optimizers] for parameter in parameters]
-    alike = yield from _alike([sum(map(len, found)) for found in states], parameters[0].device, size)
+    counts = [sum(map(_count, found)) for found in states]
+    equal = yield from _alike(counts, parameters[0].device, size)
+    alike = [same and count >= 0 for same, count in zip(equal, counts, strict=True)]
     reset_states([one for one, same in zip(parameters, alike, strict=True) if not same], optimizers)
     others = [
         (state, key)
@@ -96,8 +100,15 @@ def _states(parameter: torch.Tensor, optimizers: Iterable[Optimizer]) -> Iterato
                 yield value
 
 
+def _count(state: Mapping[str, object]) -> int:
+    """How many entries it has; less than none if some are neither tensors nor numbers."""
+    known = all(value is None or isinstance(value, torch.Tensor | int | float) for value in state.values())
+    return len(state) if known else -(1 << 20)
+
+
 def _counts(value: object, parameter: torch.Tensor) -> bool:
     """Whether a state is numbers of another kind: counts, statistics of rows."""
     if isinstance(value, torch.Tensor):
-        return value.shape != parameter.shape or value.dim() == 0
+        numbers = value.is_floating_point() or value.is_complex()
+        return value.shape != parameter.shape or value.dim() == 0 or not numbers
     return isinstance(value, int | float) and not isinstance(value, bool)

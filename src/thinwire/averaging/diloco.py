@@ -103,8 +103,12 @@ class DiLoCo(Averaging):
 
 def _check_outer(outer: Any) -> None:
     """Try it on a small parameter."""
+    anchor = torch.nn.Parameter(torch.zeros(1))
+    anchor.grad = torch.zeros(1)
     try:
-        made, reason = outer([torch.nn.Parameter(torch.zeros(1))]), "it makes none"
+        made, reason = outer([anchor]), "it makes none"
+        if isinstance(made, torch.optim.Optimizer):
+            made.step()
     except Exception as error:
         made, reason = None, f"{type(error).__name__}: {error}"
     if not isinstance(made, torch.optim.Optimizer):

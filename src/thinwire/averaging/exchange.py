@@ -63,7 +63,8 @@ def _buckets(
     """Names, one flat copy of their tensors' numbers, and the shapes of those."""
     names: list[str] = []
     numbers: list[torch.Tensor] = []
-    together = sorted(tensors.items(), key=lambda item: str(item[1].dtype))
+    # Complex ones first: as pairs they must begin at even places.
+    together = sorted(tensors.items(), key=lambda item: (not item[1].is_complex(), str(item[1].dtype)))
     for name, own in ((name, _numbers(tensor)) for name, tensor in together):
         full = sum(one.nbytes for one in numbers) + own.nbytes > _BUCKET_BYTES
         if names and (full or own.dtype != numbers[0].dtype):

@@ -66,10 +66,7 @@ def members_of(groups: Groups, communicator: Communicator, parent: dist.ProcessG
         first = rank - rank % groups
         return tuple(range(first, min(first + groups, size)))
     assert isinstance(groups, tuple), "check_groups made it so"
-    found = [ranks for ranks in groups if rank in ranks]
-    if not found or sum(map(len, groups)) != size:
-        raise OptionError(f"{groups!r} groups {sum(map(len, groups))} ranks, and the model has {size}")
-    members: tuple[int, ...] = found[0]
+    members: tuple[int, ...] = next(ranks for ranks in groups if rank in ranks)
     return members
 
 

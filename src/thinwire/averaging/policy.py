@@ -87,6 +87,11 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_size(name: str, groups: Groups, world_size: int) -> None:
-    """Refuse groups of more ranks than there are."""
+    """Refuse groups of more ranks than there are, and lists of others."""
     if is_whole(groups) and groups > world_size:
         raise OptionError(f"{name}={groups} exceeds the {world_size} ranks of the model: give at most that")
+    if isinstance(groups, tuple) and sum(map(len, groups)) != world_size:
+        raise OptionError(
+            f"{name}={groups!r} groups {sum(map(len, groups))} ranks, and the model has {world_size}: list"
+            " all of them"
+        )

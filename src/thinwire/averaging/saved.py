@@ -7,7 +7,7 @@ import torch
 
 from thinwire.errors import StateError
 
-_KEYS = {"step", "open", "apart", "used", "parameters", "buffers", "memory", "outer", "in_flight"}
+_KEYS = {"step", "apart", "used", "whole", "parameters", "buffers", "outer", "in_flight"}
 
 
 def cloned(state: Any) -> Any:
@@ -33,12 +33,11 @@ def checked(
             "the state has nothing, or something else, under 'averaging': it was not saved from a wire that"
             " averages models"
         )
-    for key in ("step", "used"):
+    for key in ("step", "used", "whole"):
         if not isinstance(state[key], int) or state[key] < 0:
             raise StateError(f"averaging {key}={state[key]!r} must be a whole number from 0 on")
-    for key in ("open", "apart"):
-        if not isinstance(state[key], bool):
-            raise StateError(f"averaging {key}={state[key]!r} must be True or False")
+    if not isinstance(state["apart"], bool):
+        raise StateError(f"averaging apart={state['apart']!r} must be True or False")
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
         saved = state[f"{what}s"]
         if not isinstance(saved, dict) or saved:
@@ -61,6 +60,8 @@ def check_tensors(what: str, saved: object, tensors: Mapping[str, torch.Tensor])
                 f"the saved {what} {name} has shape {shape}, the model's {tuple(tensors[name].shape)}: the"
                 " state was saved from another model"
             )
+        if tensor.is_complex() != tensors[name].is_complex():
+            raise StateError(f"the saved {what} {name} is {tensor.dtype}, the model's {tensors[name].dtype}")
 
 
 def _check_flight(

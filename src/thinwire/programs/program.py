@@ -22,6 +22,9 @@ from thinwire.wire.pack import unpack
 
 RESIDUAL = "residual"
 """The slot of what compression has not sent yet, of whatever program."""
+MODELS = "models"
+"""The scope of what programs remember of models that they average, beside what they do of gradients."""
+MODELS_RESIDUAL = f"{MODELS}: {RESIDUAL}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +176,11 @@ class Memory:
         view._slots, view._scope = self._slots, f"{self._scope}{scope}: "
         return view
 
+    def take_over(self, other: "Memory") -> None:
+        """Hold what `other` holds, for all views of this memory too."""
+        self._slots.clear()
+        self._slots.update(other._slots)
+
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of everything kept, by parameter name, then slot."""
         return {
@@ -195,11 +203,11 @@ class Memory:
             tensors = slots.values() if isinstance(slots, dict) else [None]
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
                 raise StateError(f"the state of {name} must be a dict of tensors by slot")
-            residual = slots.get(RESIDUAL)
-            if residual is not None and residual.shape not in (shapes[name], (*shapes[name], 2)):
-                raise StateError(
-                    f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
-                    f" {tuple(shapes[name])}: the state was saved from another model"
-                )
+            for residual in (slots[key] for key in (RESIDUAL, MODELS_RESIDUAL) if key in slots):
+                if residual.shape not in (shapes[name], (*shapes[name], 2)):
+                    raise StateError(
+                        f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
+                        f" {tuple(shapes[name])}: the state was saved from another model"
+                    )
             loaded[name] = {str(key): tensor.detach().clone() for key, tensor in slots.items()}
         self._slots = loaded
