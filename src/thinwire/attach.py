@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from thinwire.averaging.averager import Averager
 from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
-from thinwire.errors import AttachError, OptionError, StateError, ThinwireError, UnavailableError
+from thinwire.checks import check_at_least, check_program, optimizers_of, time_limit_of
+from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import MODELS, Memory, Program, check_fit, describe, require_program
+from thinwire.programs.program import MODELS, Memory, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
@@ -73,11 +74,11 @@ def attach(
         )
     try:
         _check_hooks(ddp)
-        optimizers = _optimizers(optimizer, ddp)
-        _check_program(program, ddp, optimizers)
-        _check_at_least("check_every", check_every, 0, "0 never compares the replicas")
-        _check_at_least("history", history, 1, "stats() shows the latest steps")
-        limit = _limit(timeout)
+        optimizers = optimizers_of(optimizer, ddp)
+        check_program(program, ddp, optimizers)
+        check_at_least("check_every", check_every, 0, "0 never compares the replicas")
+        check_at_least("history", history, 1, "stats() shows the latest steps")
+        limit = time_limit_of(timeout)
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
@@ -155,8 +156,13 @@ class Wire:
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
         optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-        _check_program(program, ddp, optimizers)
+        check_program(program, ddp, optimizers)
         self._between_steps("swap")
+        if self._sharder is not None or isinstance(program, ZeRO):
+            raise UnavailableError(
+                f"swap to {describe(program)}: under ZeRO owners keep the optimizer's state, so it begins and"
+                " ends with the DDP model; wrap the module in a new DistributedDataParallel"
+            )
         old = self._averager
         if old is not None:
             old.end_open_step()
@@ -188,6 +194,19 @@ class Wire:
         """Back to the exact mean; the same as `swap(Exact())`."""
         self.swap(Exact())
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all of the model's gradients; call it on every rank.
+
+        With `ZeRO` every rank holds only the gradients of its own parameters, so that torch's function would
+        clip by a part of the norm. Returns the norm before.
+        """
+        ddp = self._ddp()
+        if ddp is None:
+            raise AttachError("clip_grad_norm_ was called on a wire whose DDP model is gone")
+        if self._sharder is not None:
+            return self._sharder.clip(max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm, norm_type)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, by parameter name: tensors and plain values only.
 
@@ -206,6 +225,7 @@ class Wire:
             "world_size": self._bridge.communicator.size,
             "memory": self._memory.state_dict(),
             "averaging": averaging,
+            "sharding": None if self._sharder is None else self._sharder.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -224,7 +244,11 @@ class Wire:
             own = own_state(state, describe(self._program), communicator.rank, communicator.size)
             memory = Memory()
             memory.load_state_dict(own["memory"], self._shapes())
-            take_over = self._averager.prepare(own.get("averaging")) if self._averager is not None else None
+            take_overs = [
+                runner.prepare(own.get(key))
+                for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
+                if runner is not None
+            ]
         except StateError as error:
             decline(str(error), communicator.meeting, topic="load_state_dict")
             raise
@@ -232,7 +256,7 @@ class Wire:
         agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
-        if take_over is not None:
+        for take_over in take_overs:
             take_over()
 
     def _shapes(self) -> dict[str, torch.Size]:
@@ -336,74 +360,3 @@ def _check_hooks(ddp: DistributedDataParallel) -> None:
             f"this model has the communication hook {hook.__qualname__!r} already, and DDP keeps one for"
             " life: wrap the module in a new DistributedDataParallel"
         )
-
-
-def _check_at_least(name: str, value: object, least: int, why: str) -> None:
-    if not isinstance(value, int) or value < least:
-        raise OptionError(f"{name}={value!r} must be a whole number, at least {least}: {why}")
-
-
-def _check_program(
-    program: Program | Averaging | ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
-) -> None:
-    if isinstance(program, ZeRO):
-        _check_zero(program, ddp, optimizers)
-    elif not isinstance(program, Averaging):
-        require_program(program)
-    elif not optimizers:
-        raise OptionError(
-            f"{program!r} averages models after the optimizer's steps: give it, as in"
-            " attach(ddp, ..., optimizer=optimizer)"
-        )
-    describe(program)
-    shapes = {
-        name: parameter.shape
-        for name, parameter in parameters_of(ddp).items()
-        if parameter.requires_grad or not isinstance(program, Averaging)
-    }
-    check_fit(program, shapes, ddp.process_group.size())
-
-
-def _check_zero(program: ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-    if len(optimizers) != 1:
-        raise OptionError(
-            f"{program!r} shards one optimizer's state, and {len(optimizers)} were given: give it, as in"
-            " attach(ddp, ..., optimizer=optimizer), with parameter groups for what differs"
-        )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        raise OptionError("optimizer=LBFGS searches along all parameters at once: it cannot be sharded")
-    if program.interleaved and ddp.find_unused_parameters:
-        raise OptionError(
-            "interleaved=True cannot tell unused parameters from zero gradients, as DDP does after backward:"
-            " use interleaved=False with find_unused_parameters"
-        )
-
-
-def _optimizers(given: object, ddp: DistributedDataParallel) -> list[Optimizer]:
-    listed: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
-    optimizers = list({id(one): one for one in listed}.values())
-    own = set(map(id, parameters_of(ddp).values()))
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise OptionError(
-                f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or a list of them: its hooks tell"
-                " when a step is over"
-            )
-        if not own & {id(one) for group in optimizer.param_groups for one in group["params"]}:
-            raise OptionError(
-                f"optimizer={type(optimizer).__name__} holds none of the model's parameters: give the one"
-                " that steps this model"
-            )
-    return optimizers
-
-
-def _limit(timeout: timedelta | float | None) -> timedelta | None:
-    if timeout is None:
-        return None
-    try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (TypeError, ValueError, OverflowError):
-        limit = timedelta(0)
-    if limit <= timedelta(0):
-        raise OptionError(f"timeout={timeout!r} must be a positive number of seconds: it limits every wait")
-    return limit

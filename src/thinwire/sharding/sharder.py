@@ -9,9 +9,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.errors import UnavailableError
+from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
 from thinwire.sharding.owners import in_runs, spread
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
@@ -51,9 +52,11 @@ class Sharder:
         self._masters: dict[str, torch.Tensor] = {}
         self._commits: list[Callable[[], None]] = []
         self._finite = True
+        self._scale = Scale()
         device = next(iter(parameters.values())).device
         self._engine = Engine(communicator, device=device, meter=meter, purpose=PARAMETERS)
         weakref.finalize(ddp, self._engine.close)
+        self._factor = math.nan
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ends),
@@ -101,22 +104,64 @@ class Sharder:
         if self._all_agree(finite):
             for commit in commits:
                 commit()
-            return
-        for parameter in kept.values():
-            if parameter.grad is not None:
-                parameter.grad.fill_(math.nan)
+        else:
+            for gradient in self._gradients():
+                gradient.fill_(math.nan)
+        self._scale.remember(self._gradients())
+
+    def clip(self, max_norm: float, kind: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before."""
+        if self._zero.interleaved:
+            raise UnavailableError(
+                "clip_grad_norm_ comes too late with ZeRO(interleaved=True), which steps inside backward: use"
+                " interleaved=False"
+            )
+        own = self._gradients()
+        with torch.no_grad():
+            total = self._run(total_norm(norm_of(own, kind).to(self._device), kind), "the norm of gradients")
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own formula
+            for gradient in own:
+                gradient.mul_(factor.to(gradient.dtype))
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """What owners keep beyond the optimizer's state: what rounded parameters lost."""
         return {"masters": {name: master.clone() for name, master in self._masters.items()}}
 
+    def prepare(self, state: object) -> Callable[[], None]:
+        """Check a saved state; what is returned takes it over."""
+        masters = state.get("masters") if isinstance(state, dict) else None
+        if not isinstance(masters, dict):
+            raise StateError("the state has nothing under 'sharding': it was not saved from a wire with ZeRO")
+        for name, master in masters.items():
+            fits = name in self._parameters and isinstance(master, torch.Tensor)
+            if not fits or master.shape != self._parameters[name].shape:
+                raise StateError(f"the saved master of {name} does not fit this model's parameter")
+
+        def take_over() -> None:
+            self._masters = {name: one.detach().clone() for name, one in masters.items() if name in self._own}
+
+        return take_over
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [one.grad for one in self._own.values() if one.grad is not None]
+
     def _all_agree(self, finite: bool) -> bool:
-        device = next(iter(self._parameters.values())).device
-        flag = torch.tensor([float(not finite)], device=device)
-        self._engine.submit(_summed(flag), label="the overflow check", last=True, instead=flag)
+        flag = torch.tensor([float(not finite)], device=self._device)
+        return not self._run(_summed(flag), "the overflow check").item()
+
+    def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
+        """Run a program by itself, and wait for it."""
+        nothing = torch.zeros(0, device=self._device)
+        future = self._engine.submit(steps, label=label, last=True, instead=nothing)
         self._engine.guard()
         self._engine.settle()
-        return not flag.item()
+        result: torch.Tensor = future.wait()
+        return result
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -130,20 +175,18 @@ class Sharder:
             if name not in self._own:
                 optimizer.state.pop(parameter, None)  # a state that was loaded whole
         if not self._zero.interleaved:
+            self._factor = self._scale.factor(self._gradients())
             self._unround(self._own)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._zero.interleaved:
             return
         with torch.no_grad():
-            chunks = list(self._chunks())
-            buffer = torch.zeros(0, device=chunks[0].buffer.device)
-            for bucket in chunks:
+            nothing = torch.zeros(0, device=self._device)
+            for bucket in self._chunks():
                 steps = self._share(Pieces.of(bucket, self.owners))
-                last = bucket is chunks[-1]
-                self._engine.submit(steps, label=bucket, last=last, instead=buffer)
-            self._engine.guard()
-            self._engine.settle()
+                self._engine.submit(steps, label=bucket, last=False, instead=nothing)
+            self._run(compare_factors(self._factor, self._device), "the comparison of clipping")
 
     def _chunks(self) -> Iterator[Bucket]:
         """The model's parameters in buckets of one dtype."""

@@ -1,0 +1,90 @@
+"""What `attach` refuses before anything is changed or sent."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.averaging.policy import Averaging
+from thinwire.bridge import parameters_of
+from thinwire.errors import OptionError
+from thinwire.programs.program import Program, check_fit, describe, require_program
+from thinwire.sharding.zero import ZeRO
+
+
+def check_at_least(name: str, value: object, least: int, why: str) -> None:
+    """Refuse what is no whole number, or too small a one."""
+    if not isinstance(value, int) or value < least:
+        raise OptionError(f"{name}={value!r} must be a whole number, at least {least}: {why}")
+
+
+def check_program(
+    program: Program | Averaging | ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse what is no program, or does not fit the model, its ranks or its optimizers."""
+    if isinstance(program, ZeRO):
+        _check_zero(program, ddp, optimizers)
+    elif not isinstance(program, Averaging):
+        require_program(program)
+    elif not optimizers:
+        raise OptionError(
+            f"{program!r} averages models after the optimizer's steps: give it, as in"
+            " attach(ddp, ..., optimizer=optimizer)"
+        )
+    describe(program)
+    shapes = {
+        name: parameter.shape
+        for name, parameter in parameters_of(ddp).items()
+        if parameter.requires_grad or not isinstance(program, Averaging)
+    }
+    check_fit(program, shapes, ddp.process_group.size())
+
+
+def _check_zero(program: ZeRO, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+    if len(optimizers) != 1:
+        raise OptionError(
+            f"{program!r} shards one optimizer's state, and {len(optimizers)} were given: give it, as in"
+            " attach(ddp, ..., optimizer=optimizer), with parameter groups for what differs"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise OptionError("optimizer=LBFGS searches along all parameters at once: it cannot be sharded")
+    if program.interleaved and ddp.find_unused_parameters:
+        raise OptionError(
+            "interleaved=True cannot tell unused parameters from zero gradients, as DDP does after backward:"
+            " use interleaved=False with find_unused_parameters"
+        )
+
+
+def optimizers_of(given: object, ddp: DistributedDataParallel) -> list[Optimizer]:
+    """The optimizers given, each once; OptionError for what are none of this model's."""
+    listed: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
+    optimizers = list({id(one): one for one in listed}.values())
+    own = set(map(id, parameters_of(ddp).values()))
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(
+                f"optimizer={optimizer!r} must be a torch.optim.Optimizer, or a list of them: its hooks tell"
+                " when a step is over"
+            )
+        if not own & {id(one) for group in optimizer.param_groups for one in group["params"]}:
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__} holds none of the model's parameters: give the one"
+                " that steps this model"
+            )
+    return optimizers
+
+
+def time_limit_of(timeout: timedelta | float | None) -> timedelta | None:
+    """The time limit as a timedelta; None for that of the process group."""
+    if timeout is None:
+        return None
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):
+        limit = timedelta(0)
+    if limit <= timedelta(0):
+        raise OptionError(f"timeout={timeout!r} must be a positive number of seconds: it limits every wait")
+    return limit

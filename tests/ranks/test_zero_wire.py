@@ -1,0 +1,218 @@
+"""ZeRO by `attach`, against plain DDP with the same optimizer."""
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.harness import run_ranks
+from tests.models import batch, flat_parameters, mlp
+from thinwire import BF16, Exact, Int8, ZeRO
+
+VARIANTS = [
+    ZeRO(),
+    ZeRO(interleaved=True),
+    ZeRO(shard_buckets=False),
+    ZeRO(interleaved=True, shard_buckets=False),
+]
+SMALL = 0.001
+
+
+def late(gradient: torch.Tensor) -> None:
+    if random.random() < 0.05:
+        time.sleep(random.random() * 0.002)
+
+
+def made(kind: str, model: nn.Module) -> Any:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.02}]
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    return getattr(torch.optim, kind)(groups, lr=0.05 if kind == "SGD" else 0.003, **more)
+
+
+def train(
+    rank: int, program: Any, kind: str, steps: int, bucket_mb: float = SMALL, **options: Any
+) -> tuple[DDP, Any, Any]:
+    random.seed(rank)
+    ddp = DDP(mlp(width=16, layers=6), bucket_cap_mb=bucket_mb, **options)
+    for parameter in ddp.parameters():
+        parameter.register_hook(late)
+    optimizer = made(kind, ddp.module)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+    wire = thinwire.attach(ddp, program, optimizer=optimizer, check_every=10)
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(batch(rank, step, 16)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return ddp, optimizer, wire
+
+
+def against_ddp(rank: int, world_size: int) -> None:
+    for kind in {1: ["SGD"], 2: ["SGD", "AdamW"], 3: ["SGD"], 4: ["AdamW"]}[world_size]:
+        expected = flat_parameters(train(rank, Exact(), kind, 50)[0].module)
+        for program in VARIANTS:
+            ddp, optimizer, wire = train(rank, program, kind, 50)
+            got = flat_parameters(ddp.module)
+            if world_size <= 2 and kind == "SGD":
+                assert torch.equal(got, expected), program
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6, msg=str(program))
+            held = sum(
+                p.numel() for group in optimizer.param_groups for p in group["params"] if p in optimizer.state
+            )
+            assert held <= expected.numel() / world_size + 16 * 16
+            assert wire.stats().bytes_sent > 0 or world_size == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.timeout(200)
+def test_training_equals_plain_ddp_from_the_first_step(world_size: int) -> None:
+    assert run_ranks(against_ddp, world_size, seconds=150) == [None] * world_size
+
+
+def modes(rank: int) -> None:
+    expected = flat_parameters(train(rank, Exact(), "SGD", 6)[0].module)
+    options: list[dict[str, Any]] = [
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_mb": 25},
+        {"find_unused_parameters": True},
+    ]
+    for option in options:
+        for interleaved in (False, True):
+            if interleaved and "find_unused_parameters" in option:
+                continue
+            ddp, _, _ = train(rank, ZeRO(interleaved=interleaved), "SGD", 6, **option)
+            assert torch.equal(flat_parameters(ddp.module), expected), option
+
+
+def compressed(rank: int) -> None:
+    exact = flat_parameters(train(rank, Exact(), "SGD", 20)[0].module)
+    _, _, plain = train(rank, ZeRO(), "SGD", 20, bucket_mb=25)
+    for program, share in (
+        (ZeRO(BF16()), 0.75),
+        (ZeRO(Int8()), 0.68),
+        (ZeRO(BF16(), parameters=torch.bfloat16), 0.5),
+        (ZeRO(Int8(), interleaved=True), 0.68),
+    ):
+        ddp, _, wire = train(rank, program, "SGD", 20, bucket_mb=25)
+        assert wire.stats().bytes_sent < (share + 0.02) * plain.stats().bytes_sent
+        assert (flat_parameters(ddp.module) - exact).norm() < 0.02 * exact.norm()
+
+
+def scaled(rank: int) -> None:
+    """One rank's overflow is skipped by all, and residuals stay; then training is as without that step."""
+    results = []
+    for program, bad in ((ZeRO(), 3), (ZeRO(), None), (ZeRO(Int8()), 3), (ZeRO(Int8()), None)):
+        ddp = DDP(mlp(width=16, layers=6), bucket_cap_mb=SMALL)
+        optimizer = made("AdamW", ddp.module)
+        thinwire.attach(ddp, program, optimizer=optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(8):
+            if step == 3 and bad is None:
+                continue
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step, 16)).square().mean()
+            scaler.scale(loss * (torch.inf if step == bad and rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update(4.0)
+        results.append(flat_parameters(ddp.module))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[3])
+
+
+def clipped(rank: int) -> None:
+    results = []
+    for program in (Exact(), ZeRO()):
+        ddp = DDP(mlp(width=16, layers=6))
+        optimizer = made("SGD", ddp.module)
+        wire = thinwire.attach(ddp, program, optimizer=optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            ddp(10 * batch(rank, step, 16)).square().sum().backward()
+            norm = wire.clip_grad_norm_(0.1)
+            optimizer.step()
+        results.append((float(norm), flat_parameters(ddp.module)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1])
+    optimizer.zero_grad()
+    ddp(10 * batch(rank, 9, 16)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+    with pytest.raises(thinwire.UnavailableError, match=r"use wire\.clip_grad_norm_"):
+        optimizer.step()
+
+
+def accumulated(rank: int) -> None:
+    results = []
+    for program in (Exact(), ZeRO(), ZeRO(interleaved=True)):
+        ddp = DDP(mlp(width=16, layers=6))
+        optimizer = made("SGD", ddp.module)
+        thinwire.attach(ddp, program, optimizer=optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(batch(rank, 10 + step, 16)).square().mean().backward()
+            ddp(batch(rank, step, 16)).square().mean().backward()
+            optimizer.step()
+        results.append(flat_parameters(ddp.module))
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
+def refused(rank: int) -> None:
+    ddp = DDP(mlp(width=16, layers=6))
+    optimizer = made("SGD", ddp.module)
+    lbfgs = torch.optim.LBFGS(ddp.parameters())
+    cases: list[tuple[Any, str]] = [
+        (None, "shards one optimizer's state, and 0 were given"),
+        ([optimizer, made("SGD", ddp.module)], "and 2 were given"),
+        (lbfgs, "it cannot be sharded"),
+    ]
+    for given, said in cases:
+        with pytest.raises(thinwire.OptionError, match=said):
+            thinwire.attach(ddp, ZeRO(), optimizer=given)
+    unused = DDP(mlp(width=16, layers=6), find_unused_parameters=True)
+    with pytest.raises(thinwire.OptionError, match="use interleaved=False"):
+        thinwire.attach(unused, ZeRO(interleaved=True), optimizer=made("SGD", unused.module))
+    wire = thinwire.attach(ddp, ZeRO(interleaved=True), optimizer=optimizer)
+    with pytest.raises(thinwire.UnavailableError, match="steps inside backward"):
+        wire.clip_grad_norm_(1.0)
+    with pytest.raises(thinwire.UnavailableError, match="the step is inside backward"):
+        optimizer.step(lambda: ddp(batch(rank, 0, 16)).mean())
+    with pytest.raises(thinwire.UnavailableError, match="begins and ends with the DDP model"):
+        wire.swap(Exact())
+
+
+def checks(rank: int, world_size: int) -> None:
+    for check in (modes, compressed, scaled, clipped, accumulated, refused):
+        check(rank)
+
+
+def test_modes_codecs_scalers_clipping_accumulation_and_refusals() -> None:
+    assert run_ranks(checks, 2, seconds=100) == [None, None]
+
+
+def bereft(rank: int, world_size: int, interleaved: bool) -> str:
+    ddp, optimizer, _ = train(rank, ZeRO(interleaved=interleaved), "SGD", 2)
+    if rank == 1:
+        ddp(batch(rank, 2, 16))
+        os._exit(3)
+    try:
+        ddp(batch(rank, 2, 16)).square().mean().backward()
+        optimizer.step()
+    except thinwire.WireError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rank_that_dies_is_named(interleaved: bool) -> None:
+    told, _ = run_ranks(bereft, 2, interleaved, dies=[1], group_timeout=6)
+    assert "No word from rank 1" in told
