@@ -51,8 +51,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any optimizer with its state spread over the ranks: each keeps and updates its share of parameters.
 
     After a step, every rank sends the parameters that it has updated to all others. Optimizer state, twice
-    the model for Adam, so takes 1/W of the memory; on the wire, a rank sends (W-1)/W of the model more per step.
-    Gradients must be the same on all ranks, as under DDP. Paper: https://arxiv.org/abs/1910.02054.
+    the model for Adam, so takes 1/W of the memory; a rank sends (W-1)/W of the model more per step. Gradients
+    must be the same on all ranks, as under DDP. Paper: https://arxiv.org/abs/1910.02054.
 
     Args:
         params: Parameters, named parameters or groups of them; the same on every rank.

@@ -39,7 +39,8 @@ def packed_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     made, start = [], 0
     for group in groups:
         end = start + len(group["params"])
-        made.append({**group, "params": list(range(start, end))})
+        others = {key: value for key, value in group.items() if key != "params"}
+        made.append({**others, "params": list(range(start, end))})
         start = end
     return made
 
@@ -77,7 +78,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """A saved whole, numbered as this optimizer numbers its parameters; StateError if it does not fit."""
     if not isinstance(whole, Mapping) or not set(whole) >= _WHOLE:
         raise StateError(
-            "this is no optimizer's state: it needs 'state' and 'param_groups', as in what state_dict() returns"
+            "this is no optimizer's state: it needs 'state' and 'param_groups', as state_dict() returns"
         )
     saved = whole["param_groups"]
     sizes, own_sizes = ([len(group["params"]) for group in side] for side in (saved, groups))

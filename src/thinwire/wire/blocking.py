@@ -111,6 +111,6 @@ class _Turn:
         rank, size = self._communicator.rank, self._communicator.size
         return WireError(
             f"rank {rank} of {size} waited {waited:.1f} s for {self._op}, and it failed: a rank died,"
-            " stalled, or did not make the same call. Look at the other ranks' logs, and restart from the last"
-            f" checkpoint. (The backend said: {reason})"
+            " stalled, or did not make the same call. Look at the other ranks' logs, and restart from the"
+            f" last checkpoint. (The backend said: {reason})"
         )
