@@ -21,6 +21,7 @@ ARRIVED = [
     f"{HOOKS}.default_hooks",
     f"{HOOKS}.debugging_hooks",
     f"{HOOKS}.mixed_precision_hooks",
+    f"{HOOKS}.optimizer_overlap_hooks",
     f"{HOOKS}.post_localSGD_hook",
     f"{HOOKS}.powerSGD_hook",
     f"{HOOKS}.quantization_hooks",
@@ -39,8 +40,9 @@ TORCHS_OWN = {
     "_quantize_per_channel_backend",
     "_dequantize_per_channel_backend",
     "_get_allgather_out_list",
+    "_OptimInBackwardHookState",
 }
-"""Helpers of the all-gather in torch's quantization hooks, which thinwire does without."""
+"""Helpers of torch's that thinwire does without: of an all-gather, and the state of a stream."""
 
 TORCHS_METHODS = {
     "_clear_cache",

@@ -177,6 +177,8 @@ def test_what_cannot_travel_is_refused_on_every_rank(state: dict[Any, Any], reas
     [
         (nn.Parameter(torch.ones(1)), {}, TypeError, "iterable"),
         (3, {}, TypeError, "int"),
+        ({nn.Parameter(torch.ones(1))}, {}, TypeError, "ordered"),
+        ([{"params": {nn.Parameter(torch.ones(1))}}], {}, TypeError, "ordered"),
         ([], {}, ValueError, "empty"),
         ([nn.Parameter(torch.ones(1)), {"params": []}], {}, TypeError, "dict"),
         ([("name", 3)], {}, TypeError, "tuple"),

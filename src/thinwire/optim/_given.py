@@ -12,9 +12,9 @@ from thinwire.errors import OptionError
 
 def listed(params: Any) -> list[Any]:
     """Parameters, or groups of them, in a list; what torch refuses is refused with the same classes."""
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, torch.Tensor | set) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params is a {torch.typename(params)}: give an iterable of parameters, such as"
+            f"params is a {torch.typename(params)}: give an ordered iterable of parameters, such as"
             " model.parameters(), or of parameter groups"
         )
     items = list(params)
@@ -29,8 +29,8 @@ def listed(params: Any) -> list[Any]:
     for group in items:
         if isinstance(group, dict) and "params" not in group:
             raise OptionError(f"a group has the keys {sorted(group)}: it needs 'params', its parameters")
-        if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
-            group["params"] = list(group["params"])
+        if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor | set):
+            group["params"] = list(group["params"])  # sets, whose order differs by rank, torch refuses
     for tensor in _tensors_in(items):
         if tensor.layout != torch.strided:
             raise OptionError(
