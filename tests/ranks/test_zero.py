@@ -334,7 +334,7 @@ def check_checkpoint(rank: int, directory: Path) -> None:
 
 
 def test_only_one_rank_thaws() -> None:
-    run_ranks(check_only_one_rank_thaws, 2, group_timeout=3)
+    run_ranks(check_only_one_rank_thaws, 2, group_timeout=2)
 
 
 def check_only_one_rank_thaws(rank: int, world_size: int) -> None:
