@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-# DDP imports dynamo when the first model is wrapped, and torch compiles optimizers when they are imported: each
-# takes longer than most tests.
+# DDP imports dynamo when the first model is wrapped, and torch compiles its optimizers when they are
+# imported: each takes longer than most tests.
 _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.optim", "thinwire", "tests.harness"])
 
 

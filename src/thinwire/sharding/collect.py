@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from thinwire.errors import StateError
-from thinwire.sharding.parameters import BATCH, batches, share
+from thinwire.sharding.parameters import BATCH, batches
 from thinwire.sharding.state import copied
 from thinwire.wire.ops import Broadcast, Steps
+from thinwire.wire.pack import pack, unpack
 
 _CPU = torch.device("cpu")
 _REFUSED = "refused"
@@ -59,11 +60,15 @@ def _shard(
     kinds, mine = list(_tensors(described[_STATE])), list(_tensors(own))
     arrived: dict[int, torch.Tensor] = {}
     for batch in batches(kinds, limit):
-        room = [torch.empty_like(kinds[number], device=device) for number in batch] if rank != owner else []
-        tensors = [mine[number].detach().to(device) for number in batch] if rank == owner else room
-        yield from share(tensors, owner, rank)
-        if rank == to:
-            arrived.update(zip(batch, (_to_cpu(tensor) for tensor in tensors), strict=True))
+        shapes = [kinds[number].shape for number in batch]
+        if rank == owner:
+            flat = pack([mine[number].detach().to(device) for number in batch])
+        else:
+            numbers = sum(shape.numel() for shape in shapes)
+            flat = torch.empty(numbers, dtype=kinds[batch[0]].dtype, device=device)
+        flat = yield Broadcast(flat, src=owner)
+        for number, sent in zip(batch, unpack(flat, shapes), strict=True) if rank == to else ():
+            arrived[number] = torch.empty_like(kinds[number], device=_CPU).copy_(sent)
     if rank != to:
         return {}
     ordered = iter([arrived[number] for number in range(len(kinds))])
