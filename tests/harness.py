@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-# DDP imports dynamo when the first model is wrapped, which takes longer than most tests.
-_context.set_forkserver_preload(["torch._dynamo", "thinwire", "tests.harness"])
+# DDP imports dynamo when the first model is wrapped, and torch compiles its optimizers when they are
+# imported: each takes longer than most tests.
+_context.set_forkserver_preload(["torch._dynamo", "torch.distributed.optim", "thinwire", "tests.harness"])
 
 
 def run_ranks(

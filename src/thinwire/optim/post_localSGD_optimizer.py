@@ -14,6 +14,7 @@ import torch
 
 from thinwire.codecs.codec import is_whole
 from thinwire.errors import OptionError, StateError
+from thinwire.optim._scaled import wrapped_step
 
 _STEP = "step"
 _SHARED_HOOKS = (
@@ -51,8 +52,6 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             optimizer.step()
     """
 
-    # GradScaler then calls `step` on every rank and says what it found; otherwise it would leave out the call
-    # on ranks whose gradients overflow, and the others would wait for them when they average.
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Averager) -> None:
@@ -131,7 +130,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make a local step, then average parameters if the averager says so; returns the closure's loss."""
-        loss = self._local_step(closure)
+        arguments = () if closure is None else (closure,)
+        loss: float | None = wrapped_step(self, self.optim, *arguments)
         self.averager.average_parameters(params=self.param_groups)
         return loss
 
@@ -143,29 +143,3 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """Give the wrapped optimizer more parameters; every rank must do so at the same point."""
         if self._made:
             self.optim.add_param_group(param_group)
-
-    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        """The wrapped optimizer's step; under a GradScaler, unless it found gradients that are not finite."""
-        step: Callable[..., float | None] = self.optim.step
-        arguments = () if closure is None else (closure,)
-        if "found_inf" not in self.__dict__:
-            return step(*arguments)
-        scale, found = self.__dict__["grad_scale"], self.__dict__["found_inf"]
-        optim: Any = self.optim
-        if getattr(optim, "_step_supports_amp_scaling", False):
-            optim.grad_scale, optim.found_inf = scale, found
-            try:
-                return step(*arguments)
-            finally:
-                del optim.grad_scale, optim.found_inf
-        if scale is not None:
-            self._unscale(scale)
-        return None if found else step(*arguments)
-
-    @torch.no_grad()
-    def _unscale(self, scale: torch.Tensor) -> None:
-        inverse = scale.double().reciprocal().float()  # as GradScaler does it
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
