@@ -11,7 +11,7 @@ from torch import nn
 import thinwire
 from tests.simulated import normal
 from thinwire import BF16, Bucket, Exact, Exchange, Int4, Int8, Memory, PowerSGD, Program, ProgramError
-from thinwire.sharding.owners import in_runs, spread
+from thinwire.sharding.assignment import owners
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import Reduction, reduce_to_owners
 from thinwire.sharding.step import step_some
@@ -23,12 +23,12 @@ LENGTH = 12 + 7 + 1 + 0 + 10
 
 @given(st.dictionaries(st.text(), st.integers(0, 100), min_size=1), st.integers(1, 7))
 def test_every_parameter_has_an_owner_and_loads_are_even(sizes: dict[str, int], count: int) -> None:
-    for owners in (spread(sizes, count), in_runs(sizes, count)):
-        assert list(owners) == list(sizes)
-        assert set(owners.values()) <= set(range(count))
-    loads = [
-        sum(sizes[name] for name, rank in spread(sizes, count).items() if rank == own) for own in range(count)
-    ]
+    for spread in (True, False):
+        found = owners(sizes, count, spread=spread)
+        assert list(found) == list(sizes)
+        assert set(found.values()) <= set(range(count))
+    even = owners(sizes, count, spread=True)
+    loads = [sum(sizes[name] for name in sizes if even[name] == own) for own in range(count)]
     assert max(loads) - min(loads) <= max(sizes.values())
 
 

@@ -20,7 +20,9 @@ from thinwire.ddp_comm_hooks.default_hooks import Hook
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.sharding.overlap import Gradients, Overlap
+from thinwire.sharding.parameters import share
 from thinwire.sharding.step import step_some
+from thinwire.wire.blocking import run_abreast
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -107,7 +109,7 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_bu
             "zero was made without overlap_with_ddp=True, so that its step() would update parameters a second"
             " time: make it with overlap_with_ddp=True, and leave step() out of the training loop"
         )
-    zero._assign_for_overlap(ddp, shard_buckets)
+    zero._assign_for_overlap(shard_buckets)
 
 
 def _whole(done: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -125,8 +127,8 @@ def _hook_with_zero_step_setup(
     assert ddp is not None, "its own hook is running"
     if not in_backward():
         raise UnavailableError(
-            "a rank has run out of inputs (Join), and steps inside backward cannot go on without it: give every"
-            " rank the same number of batches"
+            "a rank has run out of inputs (Join), and steps inside backward cannot go on without it: give"
+            " every rank the same number of batches"
         )
     if ddp._has_rebuilt_buckets and info.status == _OverlapStatus.UNINITIALIZED:
         info.status = _OverlapStatus.DDP_HAS_REBUILT_BUCKETS
@@ -164,4 +166,7 @@ def _perform_local_step(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer, 
 
 def _broadcast_bucket(bucket_index: int, zero: ZeroRedundancyOptimizer) -> None:
     """Bring the parameters of one of DDP's buckets from their owners to all ranks, and wait for them."""
-    zero._share_now(zero._overlap_info.params_per_bucket[bucket_index])
+    held = zero._overlap_info.params_per_bucket[bucket_index]
+    owned = [[one for one in held if zero._param_to_rank.get(one) == rank] for rank in range(zero.world_size)]
+    programs = (share(batch, rank, zero.rank) for rank, batch in enumerate(owned) if batch)
+    run_abreast(programs, zero.process_group)

@@ -7,6 +7,7 @@ instead of hanging; frozen parameters do not travel; with a GradScaler, a rank w
 exchanges parameters with the others; `state` and `defaults` are the local optimizer's, as schedulers expect.
 """
 
+import enum
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +23,9 @@ from thinwire.codecs.codec import is_whole
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim._given import group_given, listed, local_optimizer
 from thinwire.optim._scaled import wrapped_step
-from thinwire.sharding.assignment import Assignment, assign
+from thinwire.sharding.assignment import Assignment, assign, in_runs
 from thinwire.sharding.collect import collect
+from thinwire.sharding.overlap import Overlap
 from thinwire.sharding.parameters import as_views, batches, in_turn, share
 from thinwire.sharding.state import checked, joined, options_of, packed_groups, part_of, shard_of, whole_of
 from thinwire.wire.agree import Meeting
@@ -35,6 +37,24 @@ __all__ = ["ZeroRedundancyOptimizer"]
 logger = logging.getLogger(__name__)
 
 _TOPIC = "zero"
+
+
+class _OverlapStatus(enum.IntEnum):
+    """How far the overlap with DDP is set up. Owners do not depend on DDP's buckets, so one backward does."""
+
+    UNINITIALIZED = 0
+    DDP_HAS_REBUILT_BUCKETS = 1
+    INITIALIZED = 2
+
+
+class _OverlapInfo:
+    """What the hooks of `ddp_zero_hook` keep with their optimizer."""
+
+    def __init__(self) -> None:
+        self.status = _OverlapStatus.UNINITIALIZED
+        self.shard_buckets = False
+        self.params_per_bucket: list[list[torch.Tensor]] = []
+        self.overlap: Overlap | None = None
 
 
 class _ZeROJoinHook(JoinHook):
@@ -59,7 +79,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: Makes the local optimizer, from this rank's share of the groups.
         process_group: Over which to spread; None: the whole world.
         parameters_as_bucket_view: Make the parameters views of flat buffers, which are sent without a copy.
-        overlap_with_ddp: Not offered yet.
+        overlap_with_ddp: Step inside backward, by a hook made by `ddp_zero_hook`; `step()` then does nothing.
         **defaults: The options of `optimizer_class`.
 
     Example::
@@ -86,12 +106,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
-            raise UnavailableError(
-                "overlap_with_ddp=True is not offered yet: leave it out and call step() after backward(),"
-                " which computes the same"
-            )
         self.initialized = False
+        self._overlap_with_ddp = overlap_with_ddp
+        self._optimizer_class = optimizer_class
         Optimizer.__init__(self, listed(params), defaults)
         Joinable.__init__(self)
         self.process_group = group_given(process_group)
@@ -102,10 +119,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._all_state_dicts: list[dict[str, Any]] = []
         self._traveling: set[int] = set()
         self._assign()
-        self.optim = local_optimizer(optimizer_class, self._partition_parameters()[self.rank], defaults)
-        self.defaults = self.optim.defaults
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        self._make_local_optimizer(defaults)
         self._build_param_buckets()
+        if overlap_with_ddp:
+            self._overlap_info = _OverlapInfo()
         self.initialized = True
 
     @property
@@ -134,8 +151,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> float | None:
         """Update this rank's parameters, and bring all ranks' to all; returns the closure's loss.
 
-        What else is given goes to the local optimizer's `step`.
+        What else is given goes to the local optimizer's `step`. With `overlap_with_ddp` it was all done
+        inside backward.
         """
+        if self._overlap_with_ddp:
+            if closure is not None:
+                raise UnavailableError(
+                    "step(closure) was called, but with overlap_with_ddp=True the step is inside backward:"
+                    " call the closure yourself, or make the optimizer without it"
+                )
+            return None
         loss = self._local_step(closure=closure, **kwargs)
         self._sync_params()
         return loss
@@ -226,19 +251,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Over which `Join` talks."""
         return self.process_group
 
-    def _assign(self) -> None:
+    def _assign(self, share_out: Callable[[list[list[int]], int], Assignment] = assign) -> None:
         """Who owns what; a pure function of the groups, and the same for all as long as those are."""
         groups = self.param_groups
         self._index_to_param: list[torch.Tensor] = [each for group in groups for each in group["params"]]
         self._param_to_index = {each: index for index, each in enumerate(self._index_to_param)}
         sizes = [[each.numel() for each in group["params"]] for group in groups]
-        self._assignment: Assignment = assign(sizes, self.world_size)
+        self._assignment: Assignment = share_out(sizes, self.world_size)
         self._param_to_rank = {
             self._index_to_param[index]: rank
             for rank, owned in enumerate(self._assignment)
             for group in owned
             for index in group
         }
+
+    def _make_local_optimizer(self, defaults: dict[str, Any]) -> None:
+        own = self._partition_parameters()[self.rank]
+        self.optim = local_optimizer(self._optimizer_class, own, defaults)
+        self.defaults = self.optim.defaults
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+    def _assign_for_overlap(self, shard_buckets: bool) -> None:
+        """Owners as the hook wants them, before there is any state."""
+        self._overlap_info.shard_buckets = shard_buckets
+        if shard_buckets or self.optim.state:
+            return
+        self._assign(in_runs)
+        self._make_local_optimizer(self.defaults)
 
     def _partition_parameters(
         self, params_per_rank: list[list[torch.Tensor]] | None = None

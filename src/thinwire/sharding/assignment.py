@@ -1,10 +1,13 @@
 """Which rank owns which parameter: pure, so that every rank finds the same answer alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 Assignment: TypeAlias = list[list[list[int]]]
 """`assignment[rank][group]`: the numbers of the parameters owned, counted through all groups."""
+
+_BUCKET = (25 << 20) // 4
+"""Numbers in a bucket of DDP's, by default."""
 
 
 def assign(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
@@ -26,3 +29,32 @@ def assign(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
             loads[rank] += sizes[number]
         start += len(sizes)
     return assignment
+
+
+def in_runs(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
+    """Runs of neighbours, about a bucket of DDP's each, go round the ranks, beginning at the model's end.
+
+    >>> in_runs([[4, 4, 1]], ranks=2)
+    [[[2]], [[0, 1]]]
+    """
+    assignment: Assignment = [[[] for _ in groups] for _ in range(ranks)]
+    numbered = [(place, size) for place, sizes in enumerate(groups) for size in sizes]
+    most = min(_BUCKET, -(-sum(size for _, size in numbered) // ranks))
+    run = filled = 0
+    for number, (place, size) in reversed(list(enumerate(numbered))):
+        if filled and filled + size > most:
+            run, filled = run + 1, 0
+        assignment[run % ranks][place].insert(0, number)
+        filled += size
+    return assignment
+
+
+def owners(sizes: Mapping[str, int], ranks: int, *, spread: bool) -> dict[str, int]:
+    """The owner of each parameter by name, as one group.
+
+    >>> owners({"a": 4, "b": 4, "c": 1}, 2, spread=True)
+    {'a': 0, 'b': 1, 'c': 0}
+    """
+    assignment = (assign if spread else in_runs)([list(sizes.values())], ranks)
+    found = {number: rank for rank, (numbers,) in enumerate(assignment) for number in numbers}
+    return {name: found[number] for number, name in enumerate(sizes)}

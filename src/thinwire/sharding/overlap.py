@@ -74,9 +74,7 @@ class Overlap:
             if id(parameter) in self._names
         ]
         own = [
-            (self._parameters[name], gradient)
-            for name, gradient in held
-            if self._owners[name] == self._rank
+            (self._parameters[name], gradient) for name, gradient in held if self._owners[name] == self._rank
         ]
         if own:
             self._step(own)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.sharding.assignment import owners
 from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
-from thinwire.sharding.owners import in_runs, spread
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
 from thinwire.sharding.step import step_some
@@ -47,7 +47,7 @@ class Sharder:
         self._optimizer = weakref.ref(optimizer)
         self._rank, self._size = communicator.rank, communicator.size
         sizes = {name: one.numel() for name, one in self._parameters.items()}
-        self.owners = (spread if zero.shard_buckets else in_runs)(sizes, self._size)
+        self.owners = owners(sizes, self._size, spread=zero.shard_buckets)
         self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
         self._masters: dict[str, torch.Tensor] = {}
         self._commits: list[Callable[[], None]] = []
