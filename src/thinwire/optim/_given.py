@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from thinwire.errors import OptionError
+from thinwire.sharding.state import options_of
 
 
 def listed(params: Any) -> list[Any]:
@@ -84,3 +85,28 @@ def local_optimizer(
             f"optimizer_class={optimizer_class!r} made a {type(made).__name__}, no torch.optim.Optimizer"
         )
     return made
+
+
+def described(
+    optim: Optimizer, groups: list[dict[str, Any]], sent: set[int], strided: bool
+) -> dict[str, str]:
+    """An optimizer and all its parameters as text, to be equal on every rank.
+
+    `sent` are the numbers of those that travel; as they lie in memory if `strided`.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return {
+        "optimizer": f"{type(optim).__module__}.{type(optim).__qualname__}",
+        **{
+            f"{key} of group {number}": repr(value)
+            for number, group in enumerate(groups)
+            for key, value in options_of(group).items()
+            if isinstance(value, bool | int | float | str | tuple | None)
+        },
+        **{
+            f"parameter {index}": f"{tuple(each.shape)} {each.dtype}"
+            + (f" strides {each.stride()}" if strided else "")
+            + ("" if index in sent else " frozen")
+            for index, each in enumerate(parameters)
+        },
+    }

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from thinwire.bridge import agree_on
 from thinwire.codecs.codec import is_whole
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.optim._given import group_given, listed, local_optimizer
+from thinwire.optim._given import described, group_given, listed, local_optimizer
 from thinwire.optim._scaled import wrapped_step
 from thinwire.sharding.assignment import Assignment, assign, in_runs
 from thinwire.sharding.collect import collect
@@ -350,9 +350,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         traveling = self._traveling | {index for index, moves in enumerate(self._is_trainable_mask) if moves}
         if self.initialized and traveling == self._traveling:
             return
-        self._traveling = traveling
         if self.world_size > 1:
-            agree_on(self._set_up(), Meeting(self.process_group), time_limit(self.process_group), _TOPIC)
+            set_up = {
+                "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
+                **described(self.optim, self.param_groups, traveling, self.parameters_as_bucket_view),
+            }
+            agree_on(set_up, Meeting(self.process_group), time_limit(self.process_group), _TOPIC)
+        self._traveling = traveling
         self._buckets: list[list[list[torch.Tensor]]] = []
         for owned in self._assignment:
             moving = [self._index_to_param[index] for group in owned for index in group if index in traveling]
@@ -365,23 +369,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [
             [as_views([parameters[number] for number in batch])] for batch in batches(parameters, unlimited)
         ]
-
-    def _set_up(self) -> dict[str, str]:
-        """All that must be equal on every rank, as text."""
-        strided = self.parameters_as_bucket_view  # as only views are sent as they lie in memory
-        return {
-            "optimizer": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
-            "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
-            **{
-                f"{key} of group {number}": repr(value)
-                for number, group in enumerate(self.param_groups)
-                for key, value in options_of(group).items()
-                if isinstance(value, bool | int | float | str | tuple | None)
-            },
-            **{
-                f"parameter {index}": f"{tuple(each.shape)} {each.dtype}"
-                + (f" strides {each.stride()}" if strided else "")
-                + ("" if index in self._traveling else " frozen")
-                for index, each in enumerate(self._index_to_param)
-            },
-        }
