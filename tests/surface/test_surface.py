@@ -19,6 +19,7 @@ AVERAGING = "algorithms.model_averaging"
 ARRIVED = [
     HOOKS,
     f"{HOOKS}.default_hooks",
+    f"{HOOKS}.ddp_zero_hook",
     f"{HOOKS}.debugging_hooks",
     f"{HOOKS}.mixed_precision_hooks",
     f"{HOOKS}.optimizer_overlap_hooks",
@@ -126,6 +127,24 @@ def test_classes_from_packages() -> None:
     zero = ours.ZeroRedundancyOptimizer
     assert zero is pair("optim.zero_redundancy_optimizer")[1].ZeroRedundancyOptimizer
     assert zero.__bases__ == theirs.ZeroRedundancyOptimizer.__bases__
+
+
+def test_parts_of_the_zero_hooks() -> None:
+    theirs, ours = pair(f"{HOOKS}.ddp_zero_hook")
+    for name in (
+        "_perform_local_step",
+        "_broadcast_bucket",
+        "_save_ddp_bucket_info",
+        "_hook_with_zero_step_setup",
+    ):
+        expected, got = (
+            list(inspect.signature(getattr(module, name)).parameters) for module in (theirs, ours)
+        )
+        assert got == expected, name
+    theirs, ours = pair("optim.zero_redundancy_optimizer")
+    assert [(one.name, one.value) for one in ours._OverlapStatus] == [
+        (one.name, one.value) for one in theirs._OverlapStatus
+    ]
 
 
 def test_enum_members() -> None:

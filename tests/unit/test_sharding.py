@@ -187,7 +187,6 @@ def test_what_cannot_travel_is_refused_on_every_rank(state: dict[Any, Any], reas
         (None, {"optimizer_class": nn.Linear}, ValueError, "optimizer_class"),
         (None, {"optimizer_class": "Adam"}, OptionError, "Adam"),
         (None, {"optimizer_class": lambda *_, **__: 3}, OptionError, "int"),
-        (None, {"overlap_with_ddp": True}, UnavailableError, "step"),
         (None, {"process_group": 3}, OptionError, "process_group=3"),
         (None, {"process_group": dist.GroupMember.NON_GROUP_MEMBER}, OptionError, "is in"),
         (None, {"parameters_as_bucket_view": True, "lr": -1.0}, ValueError, "learning rate"),
@@ -281,7 +280,7 @@ def test_it_is_an_optimizer_through_and_through() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_parts_for_overlap_are_not_offered_yet() -> None:
+def test_owners_and_gradients_cannot_be_given_by_hand() -> None:
     zero = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(UnavailableError, match="params_per_rank"):
         zero._partition_parameters([[]])

@@ -35,7 +35,7 @@ def in_runs(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
     """Runs of neighbours, about a bucket of DDP's each, go round the ranks, beginning at the model's end.
 
     >>> in_runs([[4, 4, 1]], ranks=2)
-    [[[2]], [[0, 1]]]
+    [[[1, 2]], [[0]]]
     """
     assignment: Assignment = [[[] for _ in groups] for _ in range(ranks)]
     numbered = [(place, size) for place, sizes in enumerate(groups) for size in sizes]
