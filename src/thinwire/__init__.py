@@ -40,6 +40,7 @@ from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Memory, Outcome, Program
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
+from thinwire.sharding.state import merged as merge_optimizer_states
 from thinwire.sharding.zero import ZeRO
 from thinwire.version import __version__
 from thinwire.wire.meter import Stats, StepRecord
@@ -115,4 +116,5 @@ __all__ = [
     "ZeRO",
     "__version__",
     "attach",
+    "merge_optimizer_states",
 ]

@@ -17,7 +17,7 @@ from thinwire.averaging.averager import Averager
 from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of, set_up_of
 from thinwire.checks import check_at_least, check_program, optimizers_of, time_limit_of
-from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError
+from thinwire.errors import AttachError, OptionError, StateError, ThinwireError, UnavailableError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.program import MODELS, Memory, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
@@ -206,6 +206,21 @@ class Wire:
         if self._sharder is not None:
             return self._sharder.clip(max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm, norm_type)
+
+    def consolidate_optimizer_state(self, to: int = 0) -> dict[str, Any] | None:
+        """Under `ZeRO`, the whole optimizer state on rank `to`, on CPU; None elsewhere.
+
+        Call it on every rank; it travels one owner's share at a time. `optimizer.load_state_dict` takes it,
+        with any number of ranks, and without thinwire too. To save without communication, save each rank's
+        `optimizer.state_dict()`, and see `merge_optimizer_states`.
+        """
+        self._between_steps("consolidate_optimizer_state")
+        if self._sharder is None:
+            raise AttachError("consolidate_optimizer_state is for ZeRO: every rank has the whole state here")
+        size = self._bridge.communicator.size
+        if not isinstance(to, int) or not 0 <= to < size:
+            raise OptionError(f"to={to!r} is not a rank of the model's group: it has 0 to {size - 1}")
+        return self._sharder.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, by parameter name: tensors and plain values only.

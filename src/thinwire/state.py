@@ -82,6 +82,9 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     whole = {**first, "memory": _merged_memory([state["memory"] for state in states])}
     if first.get("averaging") is not None:
         whole["averaging"] = _merged_averaging([state.get("averaging") for state in states])
+    if first.get("sharding") is not None:
+        masters = {name: one for state in states for name, one in state["sharding"]["masters"].items()}
+        whole["sharding"] = {"masters": masters}  # each has one owner
     return whole
 
 

@@ -1,6 +1,7 @@
 """ZeRO by `attach`, against plain DDP with the same optimizer."""
 
 import os
+import pickle
 import random
 import time
 from typing import Any
@@ -197,6 +198,59 @@ def checks(rank: int, world_size: int) -> None:
 
 def test_modes_codecs_scalers_clipping_accumulation_and_refusals() -> None:
     assert run_ranks(checks, 2, seconds=100) == [None, None]
+
+
+def save(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    ddp, optimizer, wire = train(rank, ZeRO(Int8(), parameters=torch.bfloat16), "AdamW", 6)
+    whole = wire.consolidate_optimizer_state(to=1)
+    assert (whole is None) == (rank != 1)
+    with pytest.raises(thinwire.OptionError, match="to=3 is not a rank"):
+        wire.consolidate_optimizer_state(to=3)
+    return ddp.module.state_dict(), (optimizer.state_dict(), whole), wire.state_dict()
+
+
+def resume(rank: int, world_size: int, files: bytes, steps: int) -> tuple[torch.Tensor, Any]:
+    """With the same number of ranks each loads its own; with another, all of them."""
+    saved = pickle.loads(files)
+    ddp = DDP(mlp(width=16, layers=6), bucket_cap_mb=SMALL)
+    ddp.module.load_state_dict(saved[0][0])
+    optimizer = made("AdamW", ddp.module)
+    wire = thinwire.attach(ddp, ZeRO(Int8(), parameters=torch.bfloat16), optimizer=optimizer)
+    if world_size == len(saved):
+        optimizer.load_state_dict(saved[rank][1][0])
+    else:
+        optimizer.load_state_dict(thinwire.merge_optimizer_states([one[1][0] for one in saved]))
+    wire.load_state_dict([one[2] for one in saved])
+    kept = wire.state_dict()["sharding"]["masters"]
+    assert kept
+    assert all(
+        torch.equal(kept[name], one[2]["sharding"]["masters"].get(name, kept[name]))
+        for one in saved
+        for name in kept
+    )
+    for step in range(6, 6 + steps):
+        optimizer.zero_grad()
+        ddp(batch(rank, step, 16)).square().mean().backward()
+        optimizer.step()
+    held = [p.numel() for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+    if steps:
+        assert sum(held) < 0.75 * sum(p.numel() for p in ddp.parameters()), "others' state was dropped"
+    return flat_parameters(ddp.module), wire.consolidate_optimizer_state()
+
+
+def test_a_resumed_run_keeps_each_owners_state_and_another_world_size_all_of_it() -> None:
+    saved = run_ranks(save, 3)
+    whole = saved[1][1][1]
+    assert sorted(whole["state"]) == list(range(12))
+    files = pickle.dumps(saved)  # tensors would be shared with the ranks, who change them
+    for world_size in (3, 2):
+        results = run_ranks(resume, world_size, files, 0)
+        again = results[0][1]
+        for index, state in whole["state"].items():
+            for key, value in state.items():
+                assert torch.equal(again["state"][index][key], value)
+        trained = run_ranks(resume, world_size, files, 4)
+        assert all(torch.equal(one[0], trained[0][0]) for one in trained)
 
 
 def bereft(rank: int, world_size: int, interleaved: bool) -> str:

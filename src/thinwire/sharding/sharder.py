@@ -14,8 +14,10 @@ from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Bucket, Memory, Outcome
 from thinwire.sharding.assignment import owners
 from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
+from thinwire.sharding.collect import collect
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
+from thinwire.sharding.state import merged
 from thinwire.sharding.step import step_some
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.communicator import Communicator
@@ -123,6 +125,20 @@ class Sharder:
             for gradient in own:
                 gradient.mul_(factor.to(gradient.dtype))
         return total
+
+    def collect(self, to: int) -> dict[str, Any] | None:
+        """The whole optimizer state on rank `to`, one owner's at a time; None elsewhere."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "attach was given it"
+        own: dict[str, Any] = optimizer.state_dict()
+        states: list[dict[Any, Any]] = []
+
+        def collecting() -> Steps[torch.Tensor]:
+            states.extend((yield from collect(own["state"], self._rank, self._size, to, self._device)))
+            return torch.zeros(0, device=self._device)
+
+        self._run(collecting(), "the optimizer's state")
+        return None if self._rank != to else merged([{**own, "state": state} for state in states])
 
     def state_dict(self) -> dict[str, Any]:
         """What owners keep beyond the optimizer's state: what rounded parameters lost."""

@@ -146,3 +146,23 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
             " all that were saved"
         )
     return {"state": state, "param_groups": each[0]["param_groups"]}
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer state from those of all ranks under `ZeRO`, each with the parameters that it owns.
+
+    Load it on any number of ranks: each keeps what it owns there.
+
+    Example::
+
+        states = [torch.load(f"optimizer-{rank}.pt") for rank in range(old_world_size)]
+        optimizer.load_state_dict(thinwire.merge_optimizer_states(states))
+    """
+    whole: dict[Any, Any] = {}
+    for state in states:
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+            raise StateError("give what optimizer.state_dict() returned on each rank")
+        if state["param_groups"] != states[0]["param_groups"]:
+            raise StateError("the states' parameter groups differ: give those that were saved together")
+        whole.update(state["state"])
+    return {**states[0], "state": dict(sorted(whole.items()))}
