@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/zero.py --links 100mbit,unlimited --hosts 4
 
-Every round has one step of each, in random order, all with AdamW; figures are medians. Bytes are what rank 0's
-network device sent in a step. torch's hooks that overlap the step with backward refuse Gloo, so torch's
+Every round has one step of each, in random order, all with AdamW; figures are medians. Bytes are what rank
+0's network device sent in a step. torch's hooks that overlap the step with backward refuse Gloo, so torch's
 ZeroRedundancyOptimizer steps after backward.
 """
 

@@ -21,7 +21,7 @@ from thinwire.optim.zero_redundancy_optimizer import _OverlapStatus
 
 KINDS: dict[str, Any] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "Adam": (torch.optim.Adam, {"lr": 0.003}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.003}),
 }
 
 
@@ -63,7 +63,7 @@ def train(rank: int, kind: str, wrap: Any, hook: Any = None, steps: int = 50, **
 
 
 def against_ddp(rank: int, world_size: int) -> None:
-    for kind in ("SGD", "Adam") if world_size == 2 else ("SGD",):
+    for kind in ("SGD", "AdamW") if world_size == 2 else ("SGD",):
         expected = train(rank, kind, None)
         for wrap in (hook_with_zero_step, hook_with_zero_step_interleaved):
             for shard in (False, True):

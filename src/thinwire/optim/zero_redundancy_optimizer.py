@@ -108,7 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.initialized = False
         self._overlap_with_ddp = overlap_with_ddp
-        self._optimizer_class = optimizer_class
+        self._optimizer_class, self._options = optimizer_class, defaults
         Optimizer.__init__(self, listed(params), defaults)
         Joinable.__init__(self)
         self.process_group = group_given(process_group)
@@ -119,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._all_state_dicts: list[dict[str, Any]] = []
         self._traveling: set[int] = set()
         self._assign()
-        self._make_local_optimizer(defaults)
+        self._make_local_optimizer()
         self._build_param_buckets()
         if overlap_with_ddp:
             self._overlap_info = _OverlapInfo()
@@ -265,9 +265,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for index in group
         }
 
-    def _make_local_optimizer(self, defaults: dict[str, Any]) -> None:
+    def _make_local_optimizer(self) -> None:
         own = self._partition_parameters()[self.rank]
-        self.optim = local_optimizer(self._optimizer_class, own, defaults)
+        self.optim = local_optimizer(self._optimizer_class, own, self._options)
         self.defaults = self.optim.defaults
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
 
@@ -277,7 +277,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if shard_buckets or self.optim.state:
             return
         self._assign(in_runs)
-        self._make_local_optimizer(self.defaults)
+        self._make_local_optimizer()
 
     def _partition_parameters(
         self, params_per_rank: list[list[torch.Tensor]] | None = None
