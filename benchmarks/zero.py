@@ -109,7 +109,8 @@ def rank(workload_name: str, rounds: int) -> None:
             dist.barrier()
             found.sent.append((device_bytes() or 0.0) - before)
     for _, optimizer, found in entries.values():
-        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        kept = getattr(optimizer, "optim", optimizer).state
+        tensors = [value for state in kept.values() for value in state.values()]
         found.state_bytes = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
     if dist.get_rank() == 0:
         told = {name: asdict(found) for name, (_, _, found) in entries.items()}
