@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,8 +192,20 @@ def refused(rank: int) -> None:
         wire.swap(Exact())
 
 
+def documented(rank: int) -> None:
+    """The example of docs/zero.md."""
+    page = (Path(__file__).parents[2] / "docs" / "zero.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    batches = [batch(rank, step, 16) for step in range(4)]
+    whole = names["train"](mlp(width=16, layers=2), batches, lambda model, x: model(x).square().mean())
+    assert (whole is None) == (rank != 0)
+    if whole is not None:
+        torch.optim.AdamW(mlp(width=16, layers=2).parameters()).load_state_dict(whole)
+
+
 def checks(rank: int, world_size: int) -> None:
-    for check in (modes, compressed, scaled, clipped, accumulated, refused):
+    for check in (modes, compressed, scaled, clipped, accumulated, refused, documented):
         check(rank)
 
 

@@ -10,7 +10,20 @@ from torch import nn
 
 import thinwire
 from tests.simulated import normal
-from thinwire import BF16, Bucket, Exact, Exchange, Int4, Int8, Memory, PowerSGD, Program, ProgramError
+from thinwire import (
+    BF16,
+    Bucket,
+    Exact,
+    Exchange,
+    Int4,
+    Int8,
+    Memory,
+    PowerSGD,
+    Program,
+    ProgramError,
+    RandomK,
+    TopK,
+)
 from thinwire.sharding.assignment import owners
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import Reduction, reduce_to_owners
@@ -67,14 +80,15 @@ def test_owners_receive_the_mean(world: int, program: Program, error: float) -> 
         torch.testing.assert_close(result.mean, whole[rank], rtol=error, atol=error)
 
 
-@given(st.integers(1, 5), st.integers(0, 100))
-def test_with_error_feedback_nothing_is_lost(world: int, seed: int) -> None:
+@pytest.mark.parametrize("program", [Int4(), TopK(ratio=0.1), RandomK(ratio=0.25)])
+@given(world=st.integers(1, 5), seed=st.integers(0, 100))
+def test_with_error_feedback_nothing_is_lost(program: Program, world: int, seed: int) -> None:
     """What owners received plus the mean of all residuals is the sum of all mean gradients."""
     memories = [Memory() for _ in range(world)]
     given_all, received = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step in range(6):
         gradients = normal(seed + step, world, LENGTH)
-        results, pieces = reductions(Int4(), gradients, memories, step)
+        results, pieces = reductions(program, gradients, memories, step)
         for result in results:
             result.commit()
         given_all += gradients.mean(0)

@@ -9,7 +9,7 @@ import torch
 from thinwire.codecs.codec import Codec
 from thinwire.programs.allreduce import Exact, Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
-from thinwire.programs.gathered import own_codecs
+from thinwire.programs.gathered import Gathered, own_codecs
 from thinwire.programs.program import RESIDUAL, Bucket, Memory, Program, mean_by
 from thinwire.programs.twoshot import TwoShot, layout_of
 from thinwire.sharding.pieces import Pieces, total
@@ -50,7 +50,7 @@ def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: M
 
 
 def _codec_of(program: Program) -> Codec | None:
-    return program.codec if isinstance(program, Reduced | TwoShot) else None
+    return program.codec if isinstance(program, Reduced | TwoShot | Gathered) else None
 
 
 def _nothing() -> None:
