@@ -1,7 +1,7 @@
 """Loss against steps, bytes and time: DDP, post-local SGD, DiLoCo exact and compressed, streaming.
 
-    .venv/bin/python benchmarks/local_sgd.py                                  # loss: four ranks over loopback
-    .venv/bin/python benchmarks/local_sgd.py --link 100mbit --steps 64        # time: four emulated hosts
+    .venv/bin/python benchmarks/local_sgd.py                              # loss: four ranks, half an hour
+    .venv/bin/python benchmarks/local_sgd.py --link 100mbit --steps 64    # time: four emulated hosts
     .venv/bin/python benchmarks/local_sgd.py --only "DDP,DiLoCo int4" --period 32
 
 Every contestant trains the same small GPT from the same weights on the same batches, on real ranks. Bytes are
@@ -138,7 +138,7 @@ def main() -> None:
     """Train each, and print what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=4096)
     parser.add_argument("--period", type=int, default=16)
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--outer-lr", type=float, default=0.9)

@@ -82,23 +82,26 @@ def attach(
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
-    frozen = [name for name, one in parameters_of(ddp).items() if not one.requires_grad]
-    options = {"frozen": frozen} if isinstance(program, Averaging) else {}  # those are not averaged
-    set_up = set_up_of(ddp, program, check_every=check_every, **options)
+    set_up = set_up_of(ddp, program, check_every=check_every, **_frozen(program, ddp))
     bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, meter=Meter(history))
+    wire = None
     try:
         wire = Wire(bridge, program, ddp, optimizers, check_every)
-    except BaseException:
-        bridge.engine.close()
-        raise
-    try:
         ddp.register_comm_hook(wire, thinwire_hook)
-    except RuntimeError as error:
-        if wire._averager is not None:
-            wire._averager.close()
+    except BaseException as error:
+        if wire is not None:
+            wire._close()
         bridge.engine.close()
-        raise AttachError(f"DDP did not accept the hook: {error}") from error
+        if wire is not None and isinstance(error, RuntimeError):
+            raise AttachError(f"DDP did not accept the hook: {error}") from error
+        raise
     return wire
+
+
+def _frozen(program: object, ddp: DistributedDataParallel) -> dict[str, object]:
+    """Parameters that do not train do not travel, so all ranks must have the same ones."""
+    frozen = [name for name, one in parameters_of(ddp).items() if not one.requires_grad]
+    return {"frozen": frozen} if isinstance(program, Averaging | ZeRO) else {}
 
 
 def thinwire_hook(wire: "Wire", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -344,6 +347,11 @@ class Wire:
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(sharder.after_backward))  # after DDP's own, which writes the gradients
         return future
+
+    def _close(self) -> None:
+        for runner in (self._averager, self._sharder):
+            if runner is not None:
+                runner.close()
 
     def _compare_replicas(self) -> None:
         ddp, engine = self._ddp(), self._bridge.engine

@@ -38,7 +38,7 @@ def check_program(
     shapes = {
         name: parameter.shape
         for name, parameter in parameters_of(ddp).items()
-        if parameter.requires_grad or not isinstance(program, Averaging)
+        if parameter.requires_grad or not isinstance(program, Averaging | ZeRO)
     }
     check_fit(program, shapes, ddp.process_group.size())
 
