@@ -177,7 +177,10 @@ def kept_over_swaps(rank: int) -> None:
         step(ddp, optimizer, rank, number)
     before = wire.state_dict()["memory"]["0.weight"]["models: residual"]
     assert before.abs().max() > 0
+    assert not ddp.broadcast_buffers
+    wire.swap(LocalSGD(2))
     wire.swap(Exact())
+    assert ddp.broadcast_buffers, "as it was"
     step(ddp, optimizer, rank, 4)
     wire.swap(DiLoCo(2, program=Int4()))
     assert torch.equal(wire.state_dict()["memory"]["0.weight"]["models: residual"], before)

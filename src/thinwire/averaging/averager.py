@@ -62,7 +62,7 @@ class Averager:
         self._policy = policy
         self._optimizers: Sequence[Optimizer] = optimizers
         self._ddp = weakref.ref(ddp)
-        self._broadcasts_buffers = ddp.broadcast_buffers
+        self._broadcasts_buffers = False
         self._check_every = check_every
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
@@ -94,7 +94,8 @@ class Averager:
         """
         ddp = self._ddp()
         assert ddp is not None, "attach holds it"
-        weakref.finalize(ddp, _let_go, self)
+        self._finalizer = weakref.finalize(ddp, _let_go, self)
+        self._broadcasts_buffers = ddp.broadcast_buffers
         self._gradients, self._begun_at = bridge_engine, bridge_engine.step
         self._rounds = Rounds(ddp, self._optimizers, self)
         self._set_broadcasts()
@@ -151,11 +152,12 @@ class Averager:
 
     def close(self) -> None:
         """Stop averaging, whatever ranks hold."""
+        ddp = self._ddp()
         if self._rounds is not None:
             self._rounds.remove()
-        ddp = self._ddp()
-        if ddp is not None:
-            ddp.broadcast_buffers = self._broadcasts_buffers
+            self._finalizer.detach()
+            if ddp is not None:
+                ddp.broadcast_buffers = self._broadcasts_buffers
         self._engine.close()
 
     def state_dict(self) -> dict[str, Any]:
