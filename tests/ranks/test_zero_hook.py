@@ -39,7 +39,7 @@ def train(rank: int, kind: str, wrap: Any, hook: Any = None, steps: int = 50, **
     """With `wrap` None: plain DDP."""
     random.seed(rank)
     shard = options.pop("shard_buckets", False)
-    ddp = DDP(mlp(width=16, layers=6), bucket_cap_mb=options.pop("bucket_mb", 0.001), **options)
+    ddp = DDP(mlp(width=16, layers=4), bucket_cap_mb=options.pop("bucket_mb", 0.001), **options)
     for parameter in ddp.parameters():
         parameter.register_hook(late)
     optimizer_class, defaults = KINDS[kind]
@@ -132,7 +132,7 @@ def test_any_hook_any_mode_and_refusals() -> None:
 
 
 def bereft(rank: int, world_size: int) -> str:
-    ddp = DDP(mlp(width=16, layers=6), bucket_cap_mb=0.001)
+    ddp = DDP(mlp(width=16, layers=4), bucket_cap_mb=0.001)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, zero))
     for step in range(3):
