@@ -164,7 +164,8 @@ class Wire:
         if self._sharder is not None or isinstance(program, ZeRO):
             raise UnavailableError(
                 f"swap to {describe(program)}: under ZeRO owners keep the optimizer's state, so it begins and"
-                " ends with the DDP model; wrap the module in a new DistributedDataParallel"
+                " ends with the DDP model: load what wire.consolidate_optimizer_state() gives on every rank,"
+                " and wrap the module in a new DistributedDataParallel"
             )
         old = self._averager
         if old is not None:
@@ -342,6 +343,8 @@ class Wire:
                 "a rank has run out of inputs (Join), and ZeRO cannot go on without it: give every rank the"
                 " same number of batches"
             )
+        if bucket.index() == 0:
+            sharder.before_backward()
         future = self._bridge.run(sharder, bucket, self._memory)
         if bucket.is_last():
             queue = Variable._execution_engine.queue_callback

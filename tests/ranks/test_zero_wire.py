@@ -166,6 +166,14 @@ def accumulated(rank: int) -> None:
         results.append(flat_parameters(ddp.module))
     assert torch.equal(results[1], results[0])
     assert torch.equal(results[2], results[0])
+    ddp = DDP(mlp(width=16, layers=4))
+    optimizer = made("SGD", ddp.module)
+    thinwire.attach(ddp, ZeRO(), optimizer=optimizer)
+    ddp(batch(rank, 0, 16)).square().mean().backward()
+    ddp.zero_grad()
+    ddp(batch(rank, 1, 16)).square().mean().backward()
+    with pytest.raises(thinwire.UnavailableError, match="wrap all but the last backward"):
+        ddp(batch(rank, 2, 16)).square().mean().backward()
 
 
 def refused(rank: int) -> None:

@@ -168,7 +168,7 @@ def test_some_by_some_is_all_at_once(kind: str, foreach: bool) -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(thinwire.OptionError, match=r"parameters=torch.int8 must be None, torch.bfloat16"):
+    with pytest.raises(thinwire.OptionError, match=r"parameters=torch.int8 must be None or torch.bfloat16"):
         thinwire.ZeRO(parameters=torch.int8)
     with pytest.raises(thinwire.OptionError, match="interleaved='yes' must be True or False"):
         thinwire.ZeRO(interleaved="yes")  # type: ignore[arg-type]

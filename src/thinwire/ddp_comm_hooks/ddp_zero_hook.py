@@ -21,7 +21,7 @@ from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.sharding.overlap import Gradients, Overlap
 from thinwire.sharding.parameters import share
-from thinwire.sharding.step import step_some
+from thinwire.sharding.step import gradients_in, step_some
 from thinwire.wire.blocking import run_abreast
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
@@ -109,6 +109,12 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_bu
             "zero was made without overlap_with_ddp=True, so that its step() would update parameters a second"
             " time: make it with overlap_with_ddp=True, and leave step() out of the training loop"
         )
+    ranks = [dist.get_process_group_ranks(group) for group in (zero.process_group, ddp.process_group)]
+    if ranks[0] != ranks[1]:
+        raise OptionError(
+            f"zero spreads over the ranks {ranks[0]}, and the model is averaged over {ranks[1]}: give both"
+            " the same process_group"
+        )
     zero._assign_for_overlap(shard_buckets)
 
 
@@ -157,7 +163,7 @@ def _perform_local_step(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer, 
     """Step what `rank`, this one, owns of a bucket, by the bucket's gradients."""
     own = [
         (parameter, gradient)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        for parameter, gradient in gradients_in(bucket.buffer(), bucket.parameters())
         if zero._param_to_rank.get(parameter) == rank
     ]
     if own:

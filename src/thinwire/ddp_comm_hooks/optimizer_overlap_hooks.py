@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bridge import in_backward
 from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
 from thinwire.errors import OptionError
+from thinwire.sharding.step import gradients_in
 
 __all__: list[str] = []
 
@@ -68,7 +69,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
 
     def step(bucket: dist.GradBucket) -> None:
         chosen = getattr(optimizer_state, "params_to_optimize", None)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, gradient in gradients_in(bucket.buffer(), bucket.parameters()):
             if chosen is None or parameter in chosen:
                 optimizer_state.functional_optimizer.step_param(parameter, gradient)
 
@@ -97,7 +98,7 @@ def _apply_optim_in_backward_hook(
     lock = threading.Lock()
 
     def step(bucket: dist.GradBucket) -> None:
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, gradient in gradients_in(bucket.buffer(), bucket.parameters()):
             optimizers = getattr(parameter, _OPTIMIZERS, ())
             if optimizers and not gradient_is_bucket_view:
                 parameter.grad = gradient

@@ -109,6 +109,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class, self._options = optimizer_class, defaults
+        self._has_state = False
         Optimizer.__init__(self, listed(params), defaults)
         Joinable.__init__(self)
         self.process_group = group_given(process_group)
@@ -137,6 +138,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Spread more parameters over the ranks; every rank must do so at the same point."""
+        if self.initialized and self._overlap_with_ddp:
+            raise UnavailableError(
+                "add_param_group was called, but with overlap_with_ddp=True owners are fixed with the hook:"
+                " give all groups when the optimizer is made"
+            )
         super().add_param_group(param_group)
         if not self.initialized:
             return
@@ -155,6 +161,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         inside backward.
         """
         if self._overlap_with_ddp:
+            if "found_inf" in vars(self):
+                raise UnavailableError(
+                    "a GradScaler was used, but with overlap_with_ddp=True the step is inside backward, on"
+                    " scaled gradients: train in bf16 without one, or without overlap_with_ddp"
+                )
             if closure is not None:
                 raise UnavailableError(
                     "step(closure) was called, but with overlap_with_ddp=True the step is inside backward:"
@@ -213,6 +224,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         self._all_state_dicts = []  # of before
+        self._has_state = True
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
 
@@ -274,7 +286,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _assign_for_overlap(self, shard_buckets: bool) -> None:
         """Owners as the hook wants them, before there is any state."""
         self._overlap_info.shard_buckets = shard_buckets
-        if shard_buckets or self.optim.state:
+        if shard_buckets or self._has_state:  # the same on all ranks, whether or not they own some of it
             return
         self._assign(in_runs)
         self._make_local_optimizer()

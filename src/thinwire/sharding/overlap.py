@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.programs.program import Bucket
 from thinwire.sharding.pieces import Pieces
+from thinwire.sharding.step import gradients_in
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
 from thinwire.wire.ops import Await, Steps
@@ -70,7 +71,7 @@ class Overlap:
         bucket.set_buffer(buffer)  # a hook that casts has put another in its place
         held = [
             (self._names[id(parameter)], gradient)
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            for parameter, gradient in gradients_in(buffer, bucket.parameters())
             if id(parameter) in self._names
         ]
         own = [

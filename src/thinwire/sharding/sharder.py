@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from thinwire.sharding.collect import collect
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
 from thinwire.sharding.state import merged
-from thinwire.sharding.step import step_some
+from thinwire.sharding.step import gradients_in, step_some
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
@@ -46,10 +46,11 @@ class Sharder:
     ) -> None:
         self._zero = zero
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer = optimizer
         self._rank, self._size = communicator.rank, communicator.size
-        sizes = {name: one.numel() for name, one in self._parameters.items()}
+        sizes = {name: one.numel() for name, one in parameters.items()}  # DDP may reduce frozen ones too
         self.owners = owners(sizes, self._size, spread=zero.shard_buckets)
+        self._every = dict(parameters)
         self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
         self._masters: dict[str, torch.Tensor] = {}
         self._commits: list[Callable[[], None]] = []
@@ -58,8 +59,11 @@ class Sharder:
         device = next(iter(parameters.values())).device
         self._engine = Engine(communicator, device=device, meter=meter, purpose=PARAMETERS)
         weakref.finalize(ddp, self._engine.close)
-        self._factor = math.nan
+        self._lent: torch.Tensor | None = None
+        self._delivered = False
+        self._left: list[torch.Tensor] = []
         self._handles: list[Any] = [
+            ddp.register_forward_pre_hook(self._forward),
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ends),
         ]
@@ -74,20 +78,35 @@ class Sharder:
         """What becomes of a bucket's gradients."""
         pieces = Pieces.of(bucket, self.owners)
         reduction = yield from reduce_to_owners(self._zero.program, bucket, pieces, memory)
-        own = zip(pieces.names[self._rank], unpack(reduction.mean, pieces.shapes[self._rank]), strict=True)
+        names = pieces.names[self._rank]
         finite = all_finite(reduction.mean)
         if self._zero.interleaved:
             if finite:
                 reduction.commit()
-            self._step(dict(own))
+            self._step(names, reduction.mean)
             yield from self._share(pieces)
             return Outcome(bucket.buffer)
+        own = zip(names, unpack(reduction.mean, pieces.shapes[self._rank]), strict=True)
         self._commits.append(reduction.commit)
         self._finite = self._finite and finite
         into = bucket.views()
         for name, gradient in own:
             into[name].copy_(gradient)
         return Outcome(bucket.buffer)
+
+    def _forward(self, module: object, inputs: object) -> None:
+        """Look what gradients are left of a backward that no step has followed."""
+        if torch.is_grad_enabled():
+            self._left = [gradient for gradient in self._gradients() if self._delivered and gradient.any()]
+
+    def before_backward(self) -> None:
+        """Refuse to add to means that only their owners hold: of those, only a part would count."""
+        if any(gradient is left for gradient in self._gradients() for left in self._left):
+            raise UnavailableError(
+                "a second backward adds to gradients that were exchanged already, which ZeRO's owners hold"
+                " alone: wrap all but the last backward of a step in ddp.no_sync(), or call zero_grad()"
+            )
+        self._left = []
 
     def after_backward(self) -> None:
         """DDP has written the gradients: only owners keep theirs.
@@ -103,13 +122,23 @@ class Sharder:
             return
         commits, finite = self._commits, self._finite
         self._commits, self._finite = [], True
-        if self._all_agree(finite):
+        finite_everywhere = self._all_agree(finite)
+        if finite_everywhere:
             for commit in commits:
                 commit()
         else:
             for gradient in self._gradients():
                 gradient.fill_(math.nan)
+        self._stand_in(finite_everywhere)
+        self._delivered = True
         self._scale.remember(self._gradients())
+
+    def _stand_in(self, finite: bool) -> None:
+        """A rank that has no gradient of its own gets one: a GradScaler refuses to step without any."""
+        held = [one for group in self._optimizer.param_groups for one in group["params"] if one.numel()]
+        if held and not self._gradients():
+            self._lent = min(held, key=torch.Tensor.numel)
+            self._lent.grad = torch.full_like(self._lent, 0.0 if finite else math.nan)
 
     def clip(self, max_norm: float, kind: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before."""
@@ -124,13 +153,12 @@ class Sharder:
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own formula
             for gradient in own:
                 gradient.mul_(factor.to(gradient.dtype))
+        self._scale.forget()
         return total
 
     def collect(self, to: int) -> dict[str, Any] | None:
         """The whole optimizer state on rank `to`, one owner's at a time; None elsewhere."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "attach was given it"
-        own: dict[str, Any] = optimizer.state_dict()
+        own: dict[str, Any] = self._optimizer.state_dict()
         states: list[dict[Any, Any]] = []
 
         def collecting() -> Steps[torch.Tensor]:
@@ -190,19 +218,23 @@ class Sharder:
         for name, parameter in self._parameters.items():
             if name not in self._own:
                 optimizer.state.pop(parameter, None)  # a state that was loaded whole
+        self._delivered = False
+        if self._lent is not None:
+            self._lent.grad = None
+            self._lent = None
         if not self._zero.interleaved:
-            self._factor = self._scale.factor(self._gradients())
             self._unround(self._own)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._zero.interleaved:
             return
+        factor = self._scale.factor(self._gradients())
         with torch.no_grad():
             nothing = torch.zeros(0, device=self._device)
             for bucket in self._chunks():
                 steps = self._share(Pieces.of(bucket, self.owners))
                 self._engine.submit(steps, label=bucket, last=False, instead=nothing)
-            self._run(compare_factors(self._factor, self._device), "the comparison of clipping")
+            self._run(compare_factors(factor, self._device), "the comparison of clipping")
 
     def _chunks(self) -> Iterator[Bucket]:
         """The model's parameters in buckets of one dtype."""
@@ -222,37 +254,41 @@ class Sharder:
         shapes = tuple(_numbers(self._parameters[name]).shape for name in names)
         return Bucket(0, like.new_empty(0), tuple(names), shapes, self._rank, self._size, 0)
 
-    def _step(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _step(self, names: Sequence[str], mean: torch.Tensor) -> None:
         """Step some of our own parameters with the user's optimizer as it is set now."""
-        optimizer = self._optimizer()
-        if optimizer is None or not gradients:
-            return
-        self._unround(gradients)
-        step_some(optimizer, [(self._own[name], gradient) for name, gradient in gradients.items()])
+        owned = [self._every[name] for name in names]
+        gradients = [pair for pair in gradients_in(mean, owned) if pair[0].requires_grad]
+        if gradients:
+            self._unround([name for name in names if name in self._own])
+            step_some(self._optimizer, gradients)
 
-    def _unround(self, names: Mapping[str, Any]) -> None:
+    def _unround(self, names: Iterable[str]) -> None:
         """Owners step what they have in full."""
         with torch.no_grad():
             for name in names:
-                if name in self._masters:
-                    self._own[name].copy_(self._masters[name])
+                master = self._masters.get(name)
+                if master is None:
+                    continue
+                rounded = master.to(torch.bfloat16).to(master.dtype)
+                own = self._own[name]
+                own.copy_(torch.where(own == rounded, master, own))  # what the user has set since, stays
 
     def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
         """Owners send what they have stepped, rounded if asked; all ranks copy it in."""
         names = pieces.names[self._rank]
         every = [name for own in pieces.names for name in own]
-        like = self._parameters[every[0]]
+        like = self._every[every[0]]
         travel = self._zero.parameters or like.dtype
-        numbers = [_numbers(self._own[name]) for name in names]
+        numbers = [_numbers(self._every[name]) for name in names]
         if travel != like.dtype and like.is_floating_point():
             for name in names:
-                self._masters[name] = self._own[name].detach().clone()
+                self._masters[name] = self._every[name].detach().clone()
             numbers = [one.to(travel) for one in numbers]
         own = pack(numbers) if numbers else _numbers(like).new_empty(0, dtype=_numbers_dtype(like, travel))
         shared = yield from pieces.share(own, self._rank)
         for name, tensor in shared.items():
-            if name not in self._own or name in self._masters:
-                _numbers(self._parameters[name]).copy_(tensor)
+            if self.owners[name] != self._rank or name in self._masters:
+                _numbers(self._every[name]).copy_(tensor)
         return own
 
 

@@ -1,6 +1,5 @@
 """Steps some of an optimizer's parameters, whatever the optimizer."""
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,33 +7,80 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from thinwire.errors import UnavailableError
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Step just these parameters by these gradients, with the groups' options as they are now.
 
-    State is the optimizer's own, parameter by parameter; options that a step changes are kept. Hooks belong
-    to the user's own calls of `step()`, so none runs here. `.grad` is left as it was.
+    State is the optimizer's own, parameter by parameter. Hooks belong to the user's own calls of `step()`, so
+    none runs here. `.grad` is left as it was. An optimizer that counts its steps in its groups, or in itself,
+    would count each bucket: it is refused.
     """
     chosen = {id(parameter) for parameter, _ in gradients}
-    split = [
-        (group, [one for one in group["params"] if id(one) in chosen]) for group in optimizer.param_groups
+    split = [[one for one in group["params"] if id(one) in chosen] for group in optimizer.param_groups]
+    given = [
+        {**group, "params": params}
+        for group, params in zip(optimizer.param_groups, split, strict=True)
+        if params
     ]
-    inner = copy.copy(optimizer)
-    inner._optimizer_step_pre_hooks = OrderedDict()
-    inner._optimizer_step_post_hooks = OrderedDict()
-    inner.param_groups = [{**group, "params": params} for group, params in split if params]
+    inner = object.__new__(type(optimizer))
+    vars(inner).update(vars(optimizer), param_groups=[dict(group) for group in given])
+    vars(inner).update({name: OrderedDict() for name in _HOOKS})
+    own = dict(vars(inner))
     before = [(parameter, parameter.grad) for parameter, _ in gradients]
     try:
         for parameter, gradient in gradients:
-            parameter.grad = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+            parameter.grad = gradient
         type(optimizer).step(inner)  # not the instance's, which an LR scheduler replaces
     finally:
         for parameter, gradient_before in before:
             parameter.grad = gradient_before
-    kept = [group for group, params in split if params]
-    for group, stepped in zip(kept, inner.param_groups, strict=True):
-        group.update(_options(stepped))
+    changed = [key for key, value in vars(inner).items() if own.get(key, inner) is not value]
+    changed += [
+        key for one, other in zip(given, inner.param_groups, strict=True) for key in _differing(one, other)
+    ]
+    if changed:
+        raise UnavailableError(
+            f"{type(optimizer).__name__} keeps {changed[0]!r} for all of its parameters and changes it in"
+            " step(), so they cannot be stepped bucket by bucket: step after backward, as"
+            " ZeRO(interleaved=False) does"
+        )
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _differing(group: Mapping[str, Any], stepped: Mapping[str, Any]) -> list[str]:
+    """Options that a step has changed."""
+    plain = (int, float, str, tuple, type(None))
+    return [
+        key
+        for key, value in stepped.items()
+        if key not in group
+        or (value is not group[key] and not (isinstance(value, plain) and value == group[key]))
+    ]
+
+
+def gradients_in(
+    buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter with its gradient, a view of a flat buffer that DDP has laid out.
+
+    DDP lays gradients out by their parameters' strides: those of channels_last ones are channels_last.
+    """
+    numbers = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in parameters]
+    if buffer.is_complex():
+        numbers = [one.detach() for one in parameters]
+    found, start = [], 0
+    for parameter, like in zip(parameters, numbers, strict=True):
+        piece = buffer[start : start + like.numel()]
+        dense = torch.empty_like(like, device="meta").stride() == like.stride()
+        view = (
+            piece.as_strided(like.shape, like.stride(), piece.storage_offset())
+            if dense
+            else piece.view(like.shape)
+        )
+        pairs = parameter.is_complex() and not buffer.is_complex()
+        found.append((parameter, torch.view_as_complex(view) if pairs else view))
+        start += like.numel()
+    return found

@@ -23,12 +23,13 @@ class ZeRO:
     Args:
         program: How gradients travel: `Exact()`, or any codec's program, such as `BF16()` and `Int8()`. Other
             programs run whole, so they send what they always do.
-        parameters: How updated parameters travel: None, as they are; or a dtype, such as torch.bfloat16, to
-            which all ranks then round them, while owners keep what was rounded off.
+        parameters: How updated parameters travel: None, as they are; or torch.bfloat16, to which all ranks
+            then round them, while owners keep what was rounded off.
         interleaved: Whether to step each bucket's parameters as soon as its gradients are there, inside
             backward, so that both exchanges overlap with it; `optimizer.step()` then does nothing. Otherwise
             it steps as ever, and parameters travel at its end. With the step inside backward there is no
-            moment for a GradScaler, for gradient clipping, or for a closure.
+            moment for a GradScaler, for gradient clipping, or for a closure; every backward is a step; and an
+            optimizer must keep all it counts by parameter, as torch's do.
         shard_buckets: Whether neighbouring parameters go to different owners, so that every bucket has work
             for all; otherwise about a bucket at a time goes to one.
 
@@ -46,10 +47,10 @@ class ZeRO:
 
     def __post_init__(self) -> None:
         require_program(self.program)
-        if self.parameters not in (None, torch.float16, torch.bfloat16, torch.float32):
+        if self.parameters not in (None, torch.bfloat16):
             raise OptionError(
-                f"parameters={self.parameters!r} must be None, torch.bfloat16, torch.float16 or"
-                " torch.float32: the dtype in which updated parameters travel"
+                f"parameters={self.parameters!r} must be None or torch.bfloat16, in which updated parameters"
+                " travel: other types have not the range of float32"
             )
         for name in ("interleaved", "shard_buckets"):
             if not isinstance(getattr(self, name), bool):
