@@ -15,6 +15,7 @@ from tests.models import batch, flat_parameters, mlp
 from thinwire import Exact, ZeRO
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
+from thinwire.ddp_comm_hooks.optimizer_overlap_hooks import register_optimizer_overlap
 from thinwire.optim import ZeroRedundancyOptimizer
 
 
@@ -76,6 +77,7 @@ def kinds_of_parameters(rank: int) -> None:
         attached(ZeRO(interleaved=True)),
         hooked(hook_with_zero_step),
         hooked(hook_with_zero_step_interleaved),
+        overlapped,
     ):
         for one, other in zip(trained(rank, make), expected, strict=True):
             torch.testing.assert_close(one, other)
@@ -149,6 +151,12 @@ def halve(ddp: DDP) -> None:
             parameter.grad.mul_(0.5)
 
 
+def overlapped(ddp: DDP) -> Any:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    register_optimizer_overlap(ddp, optimizer)
+    return optimizer
+
+
 def misuse(rank: int) -> None:
     ddp = DDP(mlp(width=8, layers=2))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05)
@@ -158,6 +166,14 @@ def misuse(rank: int) -> None:
     scaler.scale(ddp(small(rank, 0)).square().mean()).backward()
     with pytest.raises(thinwire.UnavailableError, match="a GradScaler was used"):
         scaler.step(zero)
+    for register in (attached(ZeRO(interleaved=True)), hooked(hook_with_zero_step), overlapped):
+        fresh = DDP(mlp(width=8, layers=2))
+        register(fresh)
+        before = flat_parameters(fresh.module)
+        with pytest.raises(RuntimeError, match="a GradScaler is in use"):
+            scaler.scale(fresh(small(rank, 0)).square().mean()).backward()
+        assert torch.equal(flat_parameters(fresh.module), before)
+    del scaler
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     single = ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.SGD, process_group=alone, overlap_with_ddp=True, lr=0.05
@@ -183,6 +199,7 @@ def owning_nothing(rank: int, world_size: int) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0
+    del scaler  # the next model steps inside backward, where none may be in use
     assert optimizer.param_groups[0]["params"][0].isfinite().all()
 
     plain = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.05, momentum=0.9)

@@ -21,7 +21,7 @@ from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.sharding.overlap import Gradients, Overlap
 from thinwire.sharding.parameters import share
-from thinwire.sharding.step import gradients_in, step_some
+from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
 from thinwire.wire.blocking import run_abreast
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
@@ -142,6 +142,7 @@ def _hook_with_zero_step_setup(
         info.params_per_bucket.clear()
     _save_ddp_bucket_info(bucket, zero)
     if info.overlap is None:
+        refuse_scalers("make the optimizer without overlap_with_ddp")
         named = {str(index): one for index, one in enumerate(zero._index_to_param) if one.requires_grad}
         owners = {name: zero._param_to_rank[one] for name, one in named.items()}
         info.overlap = Overlap(ddp, owners, named, lambda gradients: _perform_steps(zero, gradients))

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bridge import in_backward
 from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
 from thinwire.errors import OptionError
-from thinwire.sharding.step import gradients_in
+from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
 
 __all__: list[str] = []
 
@@ -139,6 +139,39 @@ def register_optim_in_backward(
     ddp._setup_in_backward_optimizers = _set_up_already  # type: ignore[method-assign]
 
 
+def register_optimizer_overlap(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    hook: Hook = allreduce_hook,
+    hook_state: Any = None,
+) -> None:
+    """Step any optimizer bucket by bucket, in backward, as gradients that `hook` has reduced arrive.
+
+    Gradients are None after backward, so `optimizer.step()` does nothing: leave it in for LR schedulers.
+    There is no moment for gradient clipping, a GradScaler or a closure; every backward is a step.
+
+    Example::
+
+        register_optimizer_overlap(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3))
+    """
+    lock, held = threading.Lock(), {id(one) for group in optimizer.param_groups for one in group["params"]}
+    looked: list[bool] = []
+
+    def step(bucket: dist.GradBucket) -> None:
+        pairs = gradients_in(bucket.buffer(), bucket.parameters())
+        step_some(optimizer, [pair for pair in pairs if id(pair[0]) in held])
+
+    def optimizer_overlap_hook(model: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not looked:
+            refuse_scalers("step after backward")
+            looked.append(True)
+        if bucket.index() == 0 and in_backward():
+            _after_backward(lambda: _drop(parameter for parameter in model().parameters()))
+        return _reduced_then(step, hook, hook_state, bucket, lock)
+
+    ddp.register_comm_hook(weakref.ref(ddp), optimizer_overlap_hook)
+
+
 def _set_up_already() -> None:
     """In place of what DDP does about it in its first forward."""
 
@@ -174,6 +207,9 @@ def _after_backward(action: Callable[[], None]) -> None:
 
 
 def _drop_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        if hasattr(parameter, _OPTIMIZERS):
-            parameter.grad = None
+    _drop(parameter for parameter in model.parameters() if hasattr(parameter, _OPTIMIZERS))
+
+
+def _drop(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

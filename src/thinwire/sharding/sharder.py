@@ -18,7 +18,7 @@ from thinwire.sharding.collect import collect
 from thinwire.sharding.pieces import Pieces
 from thinwire.sharding.reduce import reduce_to_owners
 from thinwire.sharding.state import merged
-from thinwire.sharding.step import gradients_in, step_some
+from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
@@ -60,7 +60,7 @@ class Sharder:
         self._engine = Engine(communicator, device=device, meter=meter, purpose=PARAMETERS)
         weakref.finalize(ddp, self._engine.close)
         self._lent: torch.Tensor | None = None
-        self._delivered = False
+        self._delivered = self._looked = False
         self._left: list[torch.Tensor] = []
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._forward),
@@ -101,6 +101,9 @@ class Sharder:
 
     def before_backward(self) -> None:
         """Refuse to add to means that only their owners hold: of those, only a part would count."""
+        if self._zero.interleaved and not self._looked:
+            refuse_scalers("use interleaved=False")
+            self._looked = True
         if any(gradient is left for gradient in self._gradients() for left in self._left):
             raise UnavailableError(
                 "a second backward adds to gradients that were exchanged already, which ZeRO's owners hold"

@@ -1,5 +1,6 @@
 """Steps some of an optimizer's parameters, whatever the optimizer."""
 
+import gc
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,6 +60,19 @@ def _differing(group: Mapping[str, Any], stepped: Mapping[str, Any]) -> list[str
         if key not in group
         or (value is not group[key] and not (isinstance(value, plain) and value == group[key]))
     ]
+
+
+def refuse_scalers(way_out: str) -> None:
+    """Refuse to step inside backward where a GradScaler has scaled the loss: it comes to unscale too late.
+
+    It does not tell anybody, so it is looked for among all living objects.
+    """
+    kinds = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
+    if any(scaler.is_enabled() and scaler._scale is not None for scaler in kinds):
+        raise UnavailableError(
+            "a GradScaler is in use, but the step is inside backward, before it could unscale gradients:"
+            f" train in bf16 without one, or {way_out}"
+        )
 
 
 def gradients_in(
