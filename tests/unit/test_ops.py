@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from thinwire import AllGather, AllReduce, AllToAll, Broadcast, ProgramError, Reduce, ReduceScatter
+from thinwire import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ProgramError, Reduce, ReduceScatter
 from thinwire.wire.ops import Collective
 
 
@@ -18,6 +18,9 @@ def test_bytes_add_up_over_the_ranks(size: int) -> None:
     assert total(AllGather(tensor)) == size * (size - 1) * nbytes
     assert total(AllToAll(tensor)) == (size - 1) * nbytes
     assert total(ReduceScatter(tensor)) == (size - 1) * nbytes
+    pieces = tuple(range(size))
+    own = Exchange(torch.zeros(sum(pieces)), sends=pieces, receives=(0,) * size)
+    assert total(own) == (size - 1) * sum(pieces) * 4
     for root in range(size):
         assert total(Broadcast(tensor, src=root)) == (size - 1) * nbytes
         assert total(Reduce(tensor, dst=root)) == (size - 1) * nbytes + nbytes * (size - 1) // size
