@@ -108,6 +108,7 @@ class DiesFirst:
 def bereft(rank: int, world_size: int) -> tuple[str, str]:
     ddp = DDP(mlp(), bucket_cap_mb=0.002)
     thinwire.attach(ddp, DiesFirst(victim=3), timeout=4.0)
+    dist.barrier()  # all are connected, and have the victim's word
     try:
         ddp(batch(rank, 0)).square().mean().backward()
     except thinwire.ThinwireError as error:
