@@ -121,7 +121,7 @@ def finals(rank: int, world_size: int, policies: list[Averaging]) -> list[torch.
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_models_are_what_a_plain_computation_gives(world_size: int) -> None:
     two = min(2, world_size)
     expected: list[tuple[Averaging, torch.Tensor]] = [

@@ -110,8 +110,9 @@ def load_elsewhere(
     return state, at_first, flat_parameters(job.ddp.module)
 
 
-@pytest.mark.parametrize(("policy", "steps"), [(STREAMING, 9), (LocalSGD(4), 6)])
-@pytest.mark.parametrize("worlds", [(3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("policy", "steps", "worlds"), [(STREAMING, 9, (3, 2)), (STREAMING, 9, (2, 3)), (LocalSGD(4), 6, (3, 2))]
+)
 def test_at_another_world_size_nothing_is_lost(
     policy: Averaging, steps: int, worlds: tuple[int, int]
 ) -> None:

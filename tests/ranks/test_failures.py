@@ -47,7 +47,7 @@ class Fatal:
             if self.what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.what == "stalled":
-                time.sleep(3 * LIMIT)
+                time.sleep(2 * LIMIT)
             elif self.what == "buggy":
                 raise ZeroDivisionError("a bug on one rank")
         return (yield from Staged()(bucket, memory))
