@@ -60,7 +60,7 @@ def train(
 def against_ddp(rank: int, world_size: int) -> None:
     for kind in {1: ["SGD"], 2: ["SGD", "AdamW"], 3: ["SGD"], 4: ["AdamW"]}[world_size]:
         expected = flat_parameters(train(rank, Exact(), kind, 50)[0].module)
-        for program in VARIANTS[:2] if world_size == 3 else VARIANTS:
+        for program in VARIANTS[:2] if world_size > 2 else VARIANTS:
             ddp, optimizer, wire = train(rank, program, kind, 50)
             got = flat_parameters(ddp.module)
             if world_size <= 2 and kind == "SGD":
