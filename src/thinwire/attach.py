@@ -290,7 +290,7 @@ class Wire:
         (optimizer,) = [one for reference in self._optimizers if (one := reference()) is not None]
         communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
         communicator.open()
-        return Sharder(program, ddp, parameters_of(ddp), optimizer, communicator, self._bridge.engine.meter)
+        return Sharder(program, ddp, parameters_of(ddp), optimizer, communicator, self._bridge.engine)
 
     def _new_averager(
         self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel

@@ -16,6 +16,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 from thinwire import BF16, Exact, Int8, ZeRO
+from thinwire.telemetry.watch import as_row
 
 VARIANTS = [
     ZeRO(),
@@ -91,7 +92,10 @@ def modes(rank: int) -> None:
         for interleaved in (False, True):
             if interleaved and "find_unused_parameters" in option:
                 continue
-            ddp, _, _ = train(rank, ZeRO(interleaved=interleaved), "SGD", 6, **option)
+            ddp, _, wire = train(rank, ZeRO(interleaved=interleaved), "SGD", 6, **option)
+            last = as_row(wire.stats().records[-1])
+            assert last["purpose"] == ("gradients" if interleaved else "parameters")
+            assert last["step"] == (5 if interleaved else 6), "the training step, or how many are over"
             assert torch.equal(flat_parameters(ddp.module), expected), option
 
 

@@ -8,7 +8,7 @@ import torch
 from thinwire.programs.program import Bucket, Memory, Program, mean_by
 from thinwire.wire.engine import Engine
 from thinwire.wire.ops import among
-from thinwire.wire.pack import pack
+from thinwire.wire.pack import pack, real_numbers
 
 _BUCKET_BYTES = 25 << 20
 """As DDP's: small enough that buckets overlap, large enough that latency does not count."""
@@ -77,5 +77,5 @@ def _buckets(
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Real numbers of at least float32, in whose precision means of half-precision models are taken."""
-    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    real = real_numbers(tensor)
     return real.to(torch.promote_types(real.dtype, torch.float32))

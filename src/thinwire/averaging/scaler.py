@@ -52,13 +52,20 @@ class Scaled:
             for parameter in held:
                 parameter.grad = None
         elif scale is not None:
-            inverse = scale.double().reciprocal().float()  # as GradScaler does it
-            with torch.no_grad():
-                for parameter in held:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+            unscale(optimizer, scale)
 
     def _after(self, optimizer: object, args: object, kwargs: object) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         vars(optimizer).update(self._told)
         self._hidden, self._told = [], {}
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, scale: torch.Tensor) -> None:
+    """Divide all gradients by a GradScaler's scale, with its own arithmetic."""
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))

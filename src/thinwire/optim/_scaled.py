@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from thinwire.averaging.scaler import unscale
+
 
 def wrapped_step(wrapper: torch.optim.Optimizer, optim: Any, *args: Any, **kwargs: Any) -> Any:
     """The wrapped optimizer's step; under a GradScaler, unless it found gradients that are not finite.
@@ -22,14 +24,5 @@ def wrapped_step(wrapper: torch.optim.Optimizer, optim: Any, *args: Any, **kwarg
         finally:
             del optim.grad_scale, optim.found_inf
     if scale is not None:
-        _unscale(wrapper, scale)
+        unscale(wrapper, scale)
     return None if found else optim.step(*args, **kwargs)
-
-
-@torch.no_grad()
-def _unscale(wrapper: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-    inverse = scale.double().reciprocal().float()  # as GradScaler does it
-    for group in wrapper.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -15,7 +15,7 @@ from thinwire.sharding.step import gradients_in
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
 from thinwire.wire.ops import Await, Steps
-from thinwire.wire.pack import pack
+from thinwire.wire.pack import pack, real_numbers
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Parameters with their gradients."""
@@ -84,7 +84,7 @@ class Overlap:
         return buffer
 
     def _share(self, names: list[str]) -> Steps[None]:
-        tensors = {name: _numbers(self._parameters[name]) for name in names}
+        tensors = {name: real_numbers(self._parameters[name]) for name in names}
         like = tensors[names[0]]
         shapes = tuple(tensors[name].shape for name in names)
         bucket = Bucket(0, like.new_empty(0), tuple(names), shapes, self._rank, self._size, 0)
@@ -95,8 +95,3 @@ class Overlap:
         for name, tensor in shared.items():
             if self._owners[name] != self._rank:
                 tensors[name].copy_(tensor)
-
-
-def _numbers(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

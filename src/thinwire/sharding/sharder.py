@@ -22,9 +22,9 @@ from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
-from thinwire.wire.meter import PARAMETERS, Meter
+from thinwire.wire.meter import PARAMETERS
 from thinwire.wire.ops import AllReduce, Steps
-from thinwire.wire.pack import pack, unpack
+from thinwire.wire.pack import pack, real_numbers, unpack
 
 _BUCKET_BYTES = 25 << 20
 
@@ -42,9 +42,10 @@ class Sharder:
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: Optimizer,
         communicator: Communicator,
-        meter: Meter,
+        gradients: Engine,
     ) -> None:
         self._zero = zero
+        self._steps = gradients
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._optimizer = optimizer
         self._rank, self._size = communicator.rank, communicator.size
@@ -57,7 +58,7 @@ class Sharder:
         self._finite = True
         self._scale = Scale()
         device = next(iter(parameters.values())).device
-        self._engine = Engine(communicator, device=device, meter=meter, purpose=PARAMETERS)
+        self._engine = Engine(communicator, device=device, meter=gradients.meter, purpose=PARAMETERS)
         weakref.finalize(ddp, self._engine.close)
         self._lent: torch.Tensor | None = None
         self._delivered = self._looked = False
@@ -202,7 +203,8 @@ class Sharder:
         return not self._run(_summed(flag), "the overflow check").item()
 
     def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
-        """Run a program by itself, and wait for it."""
+        """Run a program, behind those that were submitted, and wait for all."""
+        self._engine.step = self._steps.step
         nothing = torch.zeros(0, device=self._device)
         future = self._engine.submit(steps, label=label, last=True, instead=nothing)
         self._engine.guard()
@@ -234,6 +236,7 @@ class Sharder:
         factor = self._scale.factor(self._gradients())
         with torch.no_grad():
             nothing = torch.zeros(0, device=self._device)
+            self._engine.step = self._steps.step
             for bucket in self._chunks():
                 steps = self._share(Pieces.of(bucket, self.owners))
                 self._engine.submit(steps, label=bucket, last=False, instead=nothing)
@@ -254,7 +257,7 @@ class Sharder:
 
     def _chunk(self, names: list[str]) -> Bucket:
         like = self._parameters[names[0]]
-        shapes = tuple(_numbers(self._parameters[name]).shape for name in names)
+        shapes = tuple(real_numbers(self._parameters[name]).shape for name in names)
         return Bucket(0, like.new_empty(0), tuple(names), shapes, self._rank, self._size, 0)
 
     def _step(self, names: Sequence[str], mean: torch.Tensor) -> None:
@@ -282,33 +285,23 @@ class Sharder:
         every = [name for own in pieces.names for name in own]
         like = self._every[every[0]]
         travel = self._zero.parameters or like.dtype
-        numbers = [_numbers(self._every[name]) for name in names]
+        numbers = [real_numbers(self._every[name]) for name in names]
         if travel != like.dtype and like.is_floating_point():
             for name in names:
                 self._masters[name] = self._every[name].detach().clone()
             numbers = [one.to(travel) for one in numbers]
-        own = pack(numbers) if numbers else _numbers(like).new_empty(0, dtype=_numbers_dtype(like, travel))
+        kind = travel if like.is_floating_point() else real_numbers(like).dtype
+        own = pack(numbers) if numbers else torch.empty(0, dtype=kind, device=like.device)
         shared = yield from pieces.share(own, self._rank)
         for name, tensor in shared.items():
             if self.owners[name] != self._rank or name in self._masters:
-                _numbers(self._every[name]).copy_(tensor)
+                real_numbers(self._every[name]).copy_(tensor)
         return own
 
 
 def _summed(tensor: torch.Tensor) -> Steps[torch.Tensor]:
     total: torch.Tensor = yield AllReduce(tensor)
     return total
-
-
-def _numbers_dtype(like: torch.Tensor, travel: torch.dtype) -> torch.dtype:
-    """In what real parameters travel; complex ones as pairs of their own."""
-    return travel if like.is_floating_point() else _numbers(like).dtype
-
-
-def _numbers(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's own memory, as real numbers."""
-    tensor = parameter.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _remove(handles: list[Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.errors import UnavailableError
+from thinwire.wire.pack import real_numbers
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -82,9 +83,7 @@ def gradients_in(
 
     DDP lays gradients out by their parameters' strides: those of channels_last ones are channels_last.
     """
-    numbers = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in parameters]
-    if buffer.is_complex():
-        numbers = [one.detach() for one in parameters]
+    numbers = [one.detach() if buffer.is_complex() else real_numbers(one) for one in parameters]
     found, start = [], 0
     for parameter, like in zip(parameters, numbers, strict=True):
         piece = buffer[start : start + like.numel()]

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.wire.meter import GRADIENTS
 
-Row = dict[str, float | int | None]
+Row = dict[str, Any]
+"""A step's figures by name: numbers, None where nobody can tell, and under `purpose` what was exchanged."""
 
 
 class Sink(Protocol):
@@ -44,7 +46,8 @@ class Console:
         sent = f"{(row['bytes_sent'] or 0) / 1e6:.3f} MB"
         times = ((name, row[f"{name}_seconds"]) for name in ("compute", "wire", "exposed"))
         shown = "  ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times if seconds is not None)
-        what = "models after step" if row.get("models") else "step"
+        purpose = row.get("purpose", GRADIENTS)
+        what = "step" if purpose == GRADIENTS else f"{purpose} after step"
         self._console.print(f"{what} {row['step']}  sent {sent}  {shown}", markup=False)
 
     def close(self) -> None:
@@ -121,9 +124,10 @@ class WandB:
 
 
 def _scalars(row: Row) -> dict[str, float | int]:
-    """By name; those of an exchange of models have names of their own."""
-    place = "thinwire/models" if row.get("models") else "thinwire"
-    shown = {name: value for name, value in row.items() if name not in ("step", "models")}
+    """By name; what is exchanged beside gradients has names of its own."""
+    purpose = row.get("purpose", GRADIENTS)
+    place = "thinwire" if purpose == GRADIENTS else f"thinwire/{purpose}"
+    shown = {name: value for name, value in row.items() if name not in ("step", "purpose")}
     return {f"{place}/{name}": value for name, value in shown.items() if value is not None}
 
 

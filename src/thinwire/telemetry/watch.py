@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import Wire
 from thinwire.telemetry.sinks import Row, Sink
-from thinwire.wire.meter import MODELS, StepRecord
+from thinwire.wire.meter import StepRecord
 
 
 def watch(ddp: DistributedDataParallel, wire: Wire, *sinks: Sink) -> "Watch":
@@ -67,7 +67,7 @@ def as_row(record: StepRecord) -> Row:
     by_kind: Mapping[str, Any] = {f"bytes/{kind}": count for kind, count in record.bytes_by_kind.items()}
     return {
         "step": record.step,
-        "models": int(record.purpose == MODELS),
+        "purpose": record.purpose,
         "bytes_sent": record.bytes_sent,
         "compute_seconds": record.compute_seconds,
         "wire_seconds": record.wire_seconds,

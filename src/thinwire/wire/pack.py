@@ -28,6 +28,16 @@ def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Te
     return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
 
 
+def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory as real numbers: complex ones as pairs, in a last dimension of 2.
+
+    >>> real_numbers(torch.tensor([1 + 2j]))
+    tensor([[1., 2.]])
+    """
+    plain = tensor.detach()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
 _ALIGNED = 8
 """Bytes that every tensor in a row of bytes begins at a multiple of, so that it can be read in place."""
 
