@@ -5,7 +5,7 @@ Example::
     wire = thinwire.attach(ddp, thinwire.BF16())
 """
 
-from thinwire.attach import Wire, attach
+from thinwire.attach import attach
 from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.hierarchical import Hierarchical
 from thinwire.averaging.local_sgd import LocalSGD
@@ -30,6 +30,7 @@ from thinwire.errors import (
     UnavailableError,
     WireError,
 )
+from thinwire.handle import Wire
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from thinwire.attach import Wire
+from thinwire.handle import Wire
 from thinwire.bench.contestants import Contestant
 from thinwire.bench.results import Track
 from thinwire.bench.summary import close_to

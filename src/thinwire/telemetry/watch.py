@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.attach import Wire
+from thinwire.handle import Wire
 from thinwire.telemetry.sinks import Row, Sink
 from thinwire.wire.meter import StepRecord
 
