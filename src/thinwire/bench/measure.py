@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from thinwire.handle import Wire
 from thinwire.bench.contestants import Contestant
 from thinwire.bench.results import Track
 from thinwire.bench.summary import close_to
 from thinwire.bench.workloads import Workload
+from thinwire.handle import Wire
 from thinwire.lab.namespaces import read_devices
 
 _EVALUATIONS = 16
