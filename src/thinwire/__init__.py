@@ -34,11 +34,12 @@ from thinwire.handle import Wire
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
+from thinwire.programs.memory import Memory
 from thinwire.programs.nodes import AcrossNodes
 from thinwire.programs.partition import Partition
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
 from thinwire.sharding.state import merged as merge_optimizer_states

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from datetime import timedelta
 
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.policy import Averaging
-from thinwire.bridge import Bridge, decline, parameters_of, set_up_of
-from thinwire.checks import check_at_least, check_program, optimizers_of, time_limit_of
+from thinwire.bridge import Bridge, parameters_of
+from thinwire.checks import check_at_least, check_program, check_scaler, optimizers_of, time_limit_of
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.handle import Wire, thinwire_hook
 from thinwire.programs.program import Program
+from thinwire.scalers import Scales
+from thinwire.set_ups import decline, set_up_of
 from thinwire.sharding.zero import ZeRO
 from thinwire.wire.agree import Meeting
 from thinwire.wire.meter import Meter
@@ -24,6 +27,7 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
     check_every: int = 0,
+    scaler: GradScaler | None = None,
     history: int = 1000,
 ) -> Wire:
     """Average `ddp`'s gradients by `program` from now on; or its models, every so many steps.
@@ -44,6 +48,8 @@ def attach(
             `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes
             per parameter tensor and rank. Where models are averaged: every so many averages among all ranks.
             0: never.
+        scaler: The GradScaler that scales this model's loss. Residuals are kept in its units, so they follow
+            when its scale changes. Needed only where a process has several: a single one is found.
         history: How many steps `wire.stats()` keeps in full.
 
     Returns:
@@ -67,11 +73,20 @@ def attach(
         check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         check_at_least("history", history, 1, "stats() shows the latest steps")
         limit = time_limit_of(timeout)
+        check_scaler(scaler)
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
-    set_up = set_up_of(ddp, program, check_every=check_every, **_frozen(program, ddp))
-    bridge = Bridge(ddp, ddp.process_group, set_up, limit=limit, meter=Meter(history))
+    set_up = set_up_of(parameters_of(ddp), program, check_every=check_every, **_frozen(program, ddp))
+    bridge = Bridge(
+        ddp,
+        ddp.process_group,
+        set_up,
+        limit=limit,
+        meter=Meter(history),
+        resumes=True,
+        scales=Scales(scaler),
+    )
     wire = None
     try:
         wire = Wire(bridge, program, ddp, optimizers, check_every)

@@ -4,10 +4,10 @@ A bridge belongs to one DDP model but does not keep it alive: when the model goe
 group go with it.
 """
 
-import hashlib
-import json
+import logging
+import math
 import weakref
-from collections import defaultdict
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -15,24 +15,66 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import MismatchError, UnavailableError, WireError
-from thinwire.programs.program import Bucket, Memory, Program, describe, mean_by
-from thinwire.version import __version__
-from thinwire.wire.agree import Meeting, ranks_text
+from thinwire.errors import UnavailableError, WireError
+from thinwire.grouping import Grouping, Home, bring_home, together
+from thinwire.programs.memory import Memory, Staged
+from thinwire.programs.overflow import is_finite
+from thinwire.programs.program import Bucket, Outcome, Program, by_program, outcome_of
+from thinwire.scalers import Scales
+from thinwire.set_ups import agree_on
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
 from thinwire.wire.meter import Meter
+from thinwire.wire.ops import Steps
 
-_ATTACH = "attach"
-_IN_FULL = " in full"
-_REFUSED = "refused"
-_SHOWN_DIFFERENCES = 5
+logger = logging.getLogger("thinwire")
+
+_NO_EXCEPTIONS: Mapping[str, Program] = {}
+
+
+class _OpenStep:
+    """A backward pass that has begun to exchange gradients, and whether it counts is not known yet."""
+
+    def __init__(self, scale: float | None) -> None:
+        self.finite = True
+        self.closed = False
+        self.undo: list[Callable[[], None]] = []
+        self.homes: dict[str, Home] = {}
+        self._scale = scale
+        self._memories: dict[int, Staged] = {}
+
+    def memory(self, memory: Memory) -> Staged:
+        """As this step sees it."""
+        if id(memory) not in self._memories:
+            memory.rescale(self._scale)
+            self._memories[id(memory)] = memory.staged()
+        return self._memories[id(memory)]
+
+    def observe(self, steps: Steps[Outcome]) -> Steps[torch.Tensor]:
+        """A program's mean; the step notes whether it is finite."""
+        outcome = yield from steps
+        self.finite = self.finite and is_finite(outcome)
+        return outcome.mean
+
+    def commit(self, but_of: set[str]) -> None:
+        for memory in self._memories.values():
+            memory.commit(but_of)
+
+    def forget(self) -> None:
+        for memory in self._memories.values():
+            memory.forget()
+        for undo in self.undo:
+            undo()
 
 
 class Bridge:
-    """Runs a program over each bucket that DDP hands to its hook.
+    """Runs programs over the buckets that DDP hands to its hook.
 
     Making one is collective: the ranks compare set-ups first, then make thinwire's process group.
+
+    A step counts as a whole or not at all. Where a mean is not finite, the same on every rank, all gradients
+    become NaN, so that whoever looks at any of them hears of it; and what was remembered, and counted, is as
+    before.
     """
 
     def __init__(
@@ -43,6 +85,8 @@ class Bridge:
         *,
         limit: timedelta | None = None,
         meter: Meter | None = None,
+        resumes: bool = False,
+        scales: Scales | None = None,
     ) -> None:
         parameters = parameters_of(ddp)
         self.names = {id(parameter): name for name, parameter in parameters.items()}
@@ -51,21 +95,109 @@ class Bridge:
         self.communicator.open()
         device = next(iter(parameters.values())).device
         self.engine = Engine(self.communicator, device=device, meter=meter)
+        self.memories: dict[int, Memory] = {}
+        """Of torch-named hooks, by the identity of their states."""
+        self.overflowed = False
+        """Whether the latest step did not count."""
+        self.agree: Callable[[bool], bool] | None = None
+        """Asks all ranks whether means are finite, where each rank sees only some of them."""
+        self.grouping = Grouping()
+        self._resumes = resumes
+        self._scales = scales or Scales()
+        self._ddp = weakref.ref(ddp)
         self._latest = -1
+        self._open: _OpenStep | None = None
         weakref.finalize(ddp, self.engine.close)
 
     def run(
-        self, program: Program, grad_bucket: dist.GradBucket, memory: Memory
+        self,
+        program: Program,
+        grad_bucket: dist.GradBucket,
+        memory: Memory,
+        exceptions: Mapping[str, Program] = _NO_EXCEPTIONS,
+        undo: Callable[[], None] | None = None,
     ) -> "torch.futures.Future[torch.Tensor]":
-        """Start the program on a bucket; the future holds what DDP shall write to the gradients."""
+        """Start the program on a bucket; the future holds what DDP shall write to the gradients.
+
+        Parameters among `exceptions` go by a program of their own. If the step turns out not to count, `undo`
+        is called.
+        """
         check_bucket(grad_bucket)
+        if self._open is not None and self._open.closed:  # a joined rank's, which no callback has settled
+            self.settle()
         bucket, last = self._describe(grad_bucket), grad_bucket.is_last()
         self._check_sequence(bucket, last)
-        steps = mean_by(program, bucket, memory)
-        future = self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
-        if last and in_backward():  # a joined rank learns of errors by the futures
-            Variable._execution_engine.queue_callback(self._before_ddp_finishes)
+        step = self._begin() if self._open is None else self._open
+        if undo is not None:
+            step.undo.append(undo)
+        future = self._start(step, program, bucket, last, step.memory(memory), exceptions)
+        if last:
+            step.closed = True
+            self.grouping.end()
+            if in_backward():  # a joined rank learns of errors by the futures
+                Variable._execution_engine.queue_callback(self._before_ddp_finishes)
         return future
+
+    def _begin(self) -> _OpenStep:
+        self._open = _OpenStep(self._scales.now(self.overflowed))
+        return self._open
+
+    def _start(
+        self,
+        step: _OpenStep,
+        program: Program,
+        bucket: Bucket,
+        last: bool,
+        memory: Memory,
+        exceptions: Mapping[str, Program],
+    ) -> "torch.futures.Future[torch.Tensor]":
+        groups = self.grouping.complete(bucket.names, last)
+        chosen = [pair for group in groups for pair in by_program(group, program, exceptions)]
+        if len(chosen) == 1 and chosen[0][1] == bucket.names and not step.homes:
+            return self._submit(step, chosen[0][0], bucket, last, memory)
+        home = Home(bucket)
+        step.homes.update(dict.fromkeys(bucket.names, home))
+        for number, (one, names) in enumerate(chosen, 1):
+            part = together(names, step.homes, bucket, bucket.index)
+            future = self._submit(step, one, part, last and number == len(chosen), memory)
+            bring_home(part, step.homes, future)
+        return home.future
+
+    def _submit(
+        self, step: _OpenStep, program: Program, bucket: Bucket, last: bool, memory: Memory
+    ) -> "torch.futures.Future[torch.Tensor]":
+        steps = step.observe(outcome_of(program, bucket, memory))
+        return self.engine.submit(steps, label=bucket, last=last, instead=bucket.buffer)
+
+    def settle(self) -> None:
+        """Wait for the latest step, and let it count, or not; raise what went wrong."""
+        step, self._open = self._open, None
+        try:
+            self.engine.settle()
+        except BaseException:
+            if step is not None:
+                step.forget()
+            raise
+        if step is None or not step.closed:
+            return
+        finite = step.finite if self.agree is None else self.agree(step.finite)
+        self.overflowed = not finite
+        ddp = self._ddp()
+        if self._resumes and ddp is not None:
+            if not finite:
+                self.grouping.repeat()
+            self.grouping.foresee(ddp, self.names)
+        parameters = {} if ddp is None else parameters_of(ddp)
+        if finite:
+            step.commit(_left_out(ddp, parameters))
+            return
+        logger.info("step %d overflowed on some rank: it is skipped on all", self.engine.step - 1)
+        step.forget()
+        self.engine.step -= 1
+        self.engine.meter.overflowed()
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
 
     def _check_sequence(self, bucket: Bucket, last: bool) -> None:
         """DDP hands over a step's buckets in rising order; one that falls back begins another step."""
@@ -82,7 +214,7 @@ class Bridge:
         What went wrong is raised after that one: DDP would lose the exception's type.
         """
         self.engine.guard()
-        Variable._execution_engine.queue_callback(self.engine.settle)
+        Variable._execution_engine.queue_callback(self.settle)
 
     def _describe(self, bucket: dist.GradBucket) -> Bucket:
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -95,6 +227,13 @@ class Bridge:
             world_size=self.communicator.size,
             step=self.engine.step,
         )
+
+
+def _left_out(ddp: DistributedDataParallel | None, parameters: Mapping[str, torch.nn.Parameter]) -> set[str]:
+    """Parameters that no rank used: DDP drops their means, so their residuals are still owed."""
+    if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
+        return set()
+    return {name for name, parameter in parameters.items() if parameter.grad is None}
 
 
 def in_backward() -> bool:
@@ -127,59 +266,3 @@ def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]
         for name, parameter in ddp.module.named_parameters()
         if name not in ddp.parameters_to_ignore
     }
-
-
-def set_up_of(ddp: DistributedDataParallel, program: object, **options: object) -> dict[str, str]:
-    """All that must be equal on every rank, as text."""
-    return {
-        "thinwire version": __version__,
-        "torch version": str(torch.__version__),
-        "program": describe(program),
-        **{f"option {name}": str(value) for name, value in options.items()},
-        **{
-            f"parameter {name}": f"{tuple(parameter.shape)} {parameter.dtype}"
-            for name, parameter in parameters_of(ddp).items()
-        },
-    }
-
-
-def agree_on(set_up: dict[str, str], meeting: Meeting, limit: timedelta, topic: str = _ATTACH) -> None:
-    """Raise MismatchError on every rank, naming what differs where, unless all ranks say the same."""
-    text = json.dumps(set_up)
-    digests = meeting.gather(topic, hashlib.sha256(text.encode()).hexdigest(), limit)
-    if len(set(digests)) == 1:
-        return
-    set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
-    refusals = [
-        f"rank {rank} refused: {each[_REFUSED]}" for rank, each in enumerate(set_ups) if _REFUSED in each
-    ]
-    if refusals:
-        raise MismatchError("; ".join(refusals))
-    differences = _differences(set_ups) or ["the order of parameters"]
-    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-    more = len(differences) - _SHOWN_DIFFERENCES
-    raise MismatchError(
-        f"ranks are set up differently: {shown}"
-        + (f"; and {more} more" if more > 0 else "")
-        + ". Give every rank the same program, options, model and versions"
-    )
-
-
-def decline(reason: str, meeting: Meeting, topic: str = _ATTACH) -> None:
-    """Instead of agreeing: leave word, so that the other ranks raise at once rather than wait."""
-    text = json.dumps({_REFUSED: reason})
-    meeting.post(topic, text)
-    meeting.post(topic + _IN_FULL, text)
-
-
-def _differences(set_ups: list[dict[str, str]]) -> list[str]:
-    """One line per key that is not the same on all ranks: which value on which ranks."""
-    differences = []
-    for key in dict.fromkeys(key for set_up in set_ups for key in set_up):
-        ranks_by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, set_up in enumerate(set_ups):
-            ranks_by_value[set_up.get(key, "nothing")].append(rank)
-        if len(ranks_by_value) > 1:
-            sides = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
-            differences.append(f"{key}: {', '.join(sides)}")
-    return differences

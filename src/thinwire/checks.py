@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -75,6 +76,12 @@ def optimizers_of(given: object, ddp: DistributedDataParallel) -> list[Optimizer
                 " that steps this model"
             )
     return optimizers
+
+
+def check_scaler(scaler: object) -> None:
+    """Refuse what is no GradScaler."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise OptionError(f"scaler={scaler!r} must be a torch.amp.GradScaler: the one that scales the loss")
 
 
 def time_limit_of(timeout: timedelta | float | None) -> timedelta | None:

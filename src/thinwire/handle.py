@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 
 from thinwire.averaging.averager import Averager
 from thinwire.averaging.policy import Averaging
-from thinwire.bridge import Bridge, agree_on, decline, in_backward, parameters_of
+from thinwire.bridge import Bridge, in_backward, parameters_of
 from thinwire.checks import check_program
 from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
+from thinwire.grouping import Groups
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import MODELS, Memory, Program, describe
+from thinwire.programs.memory import MODELS, Memory
+from thinwire.programs.program import Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
+from thinwire.set_ups import agree_on, decline
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
 from thinwire.state import FORMAT, own_state, where_it_is
@@ -54,8 +57,10 @@ class Wire:
         self._check_every = check_every
         self._averager = self._new_averager(program, ddp)
         if self._averager is not None:
-            self._averager.start(bridge.engine)
+            self._averager.start(bridge.engine, lambda: bridge.overflowed)
         self._sharder = self._new_sharder(program, ddp)
+        if self._sharder is not None and isinstance(program, ZeRO) and not program.interleaved:
+            bridge.agree = self._sharder.agree
 
     @property
     def program(self) -> Program | Averaging | ZeRO:
@@ -64,7 +69,7 @@ class Wire:
 
     @property
     def step(self) -> int:
-        """How many backward passes have communicated."""
+        """How many backward passes have communicated; those that overflowed do not count."""
         return self._bridge.engine.step
 
     def stats(self) -> Stats:
@@ -98,7 +103,8 @@ class Wire:
         if old is not None:
             old.retire()
         if new is not None:
-            new.start(self._bridge.engine)
+            bridge = self._bridge
+            new.start(bridge.engine, lambda: bridge.overflowed)
         self._program, self._averager = program, new
 
     def finalize(self) -> None:
@@ -165,6 +171,8 @@ class Wire:
             "step": self.step,
             "rank": self._bridge.communicator.rank,
             "world_size": self._bridge.communicator.size,
+            "buckets": [list(group) for group in self._bridge.grouping.upcoming or ()],
+            "scale": self._memory.scale,
             "memory": self._memory.state_dict(),
             "averaging": averaging,
             "sharding": None if self._sharder is None else self._sharder.state_dict(),
@@ -186,6 +194,7 @@ class Wire:
             own = own_state(state, describe(self._program), communicator.rank, communicator.size)
             memory = Memory()
             memory.load_state_dict(own["memory"], self._shapes())
+            memory.scale, groups = own["scale"], self._groups(own["buckets"])
             take_overs = [
                 runner.prepare(own.get(key))
                 for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
@@ -198,8 +207,19 @@ class Wire:
         agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
+        self._bridge.grouping.held = self._bridge.grouping.upcoming = groups
         for take_over in take_overs:
             take_over()
+
+    def _groups(self, saved: list[list[str]]) -> Groups | None:
+        """Which parameters shall travel together as they did; None where they are not the same any more."""
+        ddp = self._ddp()
+        parameters = {} if ddp is None else parameters_of(ddp)
+        groups = tuple(tuple(group) for group in saved)
+        trained = {name for name, one in parameters.items() if one.requires_grad}
+        same = sorted(name for group in groups for name in group) == sorted(trained)
+        alike = same and all(len({parameters[name].dtype for name in group}) == 1 for group in groups)
+        return groups if alike else None
 
     def _shapes(self) -> dict[str, torch.Size]:
         ddp = self._ddp()
@@ -298,4 +318,4 @@ class Wire:
             raise AttachError(
                 f"{what} was called during backward, or after one that was interrupted: call it between steps"
             )
-        self._bridge.engine.settle()
+        self._bridge.settle()

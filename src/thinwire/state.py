@@ -7,7 +7,7 @@ import torch
 
 from thinwire.averaging.saved import cloned
 from thinwire.errors import StateError
-from thinwire.programs.program import MODELS_RESIDUAL, RESIDUAL
+from thinwire.programs.memory import MODELS_RESIDUAL, RESIDUAL
 
 FORMAT = 1
 _KEYS = {"format", "program", "step", "rank", "world_size", "memory"}

@@ -38,7 +38,7 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
-from thinwire.programs.program import RESIDUAL
+from thinwire.programs.memory import RESIDUAL
 from thinwire.testing import SimulatedRanks, check_program
 
 untyped: Any = thinwire

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.simulated import normal, sent_by
 from thinwire import AcrossNodes, Exact, Int4, Int8, OptionError, Quantize, TwoShot
-from thinwire.programs.program import RESIDUAL
+from thinwire.programs.memory import RESIDUAL
 from thinwire.testing import SimulatedRanks
 
 

@@ -21,8 +21,9 @@ from thinwire.averaging.rounds import Rounds
 from thinwire.averaging.saved import checked, cloned
 from thinwire.errors import AttachError, DivergedError, StateError
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
-from thinwire.programs.program import Memory, Program
+from thinwire.programs.program import Program
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
@@ -86,7 +87,7 @@ class Averager:
         self._engine = Engine(communicator, device=device, meter=meter, purpose=MODELS)
         self._rounds: Rounds | None = None
 
-    def start(self, bridge_engine: Engine) -> None:
+    def start(self, bridge_engine: Engine, overflowed: Callable[[], bool]) -> None:
         """Listen to the model and its optimizers from now on.
 
         All ranks count the same steps, but not the same backward passes (closures run as many as they like):
@@ -97,6 +98,7 @@ class Averager:
         self._finalizer = weakref.finalize(ddp, _let_go, self)
         self._broadcasts_buffers = ddp.broadcast_buffers
         self._gradients, self._begun_at = bridge_engine, bridge_engine.step
+        self._overflowed = overflowed
         self._rounds = Rounds(ddp, self._optimizers, self)
         self._set_broadcasts()
 
@@ -233,7 +235,12 @@ class Averager:
         self._apart = not self.warm
 
     def end(self) -> None:
-        """A step is over: use what is due, start what is due."""
+        """A step is over: use what is due, start what is due.
+
+        One that overflowed while all gradients are exchanged was skipped by all, and does not count.
+        """
+        if self.warm and self._overflowed():
+            return
         self.step += 1
         self._gradients.step = self._begun_at + self.step
         since = self.step - self._policy.warmup_steps

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.programs.program import Bucket, Memory, Program, mean_by
+from thinwire.programs.memory import Memory, Staged
+from thinwire.programs.overflow import all_finite
+from thinwire.programs.program import Bucket, Program, by_program, mean_of, outcome_of
 from thinwire.wire.engine import Engine
 from thinwire.wire.ops import among
 from thinwire.wire.pack import pack, real_numbers
@@ -26,31 +28,41 @@ class Exchange:
         ranks: tuple[int, ...],
         place: tuple[int, int],
         step: int,
+        exceptions: Mapping[str, Program] | None = None,
     ) -> None:
         self._engine = engine
         self._complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
+        self._memory: Staged | None = memory.staged()
         rank, size = place
-        full = [
-            Bucket(index, buffer, names, shapes, ranks.index(rank), len(ranks), step)
-            for index, (names, buffer, shapes) in enumerate(_buckets(tensors))
-        ]
+        full: list[tuple[Program, Bucket]] = []
+        for chosen, members in by_program(tensors, program, exceptions or {}):
+            for names, buffer, shapes in _buckets({name: tensors[name] for name in members}):
+                bucket = Bucket(len(full), buffer, names, shapes, ranks.index(rank), len(ranks), step)
+                full.append((chosen, bucket))
         self._futures = []
-        for bucket in full:
-            steps = mean_by(program, bucket, memory)
+        for number, (chosen, bucket) in enumerate(full, 1):
+            steps = mean_of(outcome_of(chosen, bucket, self._memory))
             if len(ranks) < size:
                 steps = among(ranks, steps)
-            last = bucket is full[-1]
+            last = number == len(full)
             self._futures.append(engine.submit(steps, label=bucket, last=last, instead=bucket.buffer))
-        self._buckets = full
+        self._buckets = [bucket for _, bucket in full]
         self._step = engine.latest
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Wait for the means, by name: float32 at least, shaped as the tensors were."""
+        """Wait for the means, by name: float32 at least, shaped as the tensors were.
+
+        What the program remembers of the exchange holds from then on, if all means are finite.
+        """
         self._engine.guard(self._step)
         self._engine.settle(self._step)
+        means = [future.wait() for future in self._futures]
+        if self._memory is not None and all(map(all_finite, means)):
+            self._memory.commit()
+        self._memory = None
         found: dict[str, torch.Tensor] = {}
-        for bucket, future in zip(self._buckets, self._futures, strict=True):
-            found.update(replace(bucket, buffer=future.wait()).views())
+        for bucket, mean in zip(self._buckets, means, strict=True):
+            found.update(replace(bucket, buffer=mean).views())
         return {
             name: torch.view_as_complex(mean) if name in self._complex else mean
             for name, mean in found.items()

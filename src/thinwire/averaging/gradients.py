@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.wire.ops import Steps, among
 
 

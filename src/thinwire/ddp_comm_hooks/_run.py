@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.bridge import Bridge, check_bucket, in_backward, set_up_of
+from thinwire.bridge import Bridge, check_bucket, in_backward, parameters_of
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.programs.program import Memory, Program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Program
+from thinwire.set_ups import set_up_of
 
 _bridges: "weakref.WeakKeyDictionary[DistributedDataParallel, dict[dist.ProcessGroup, Bridge]]" = (
     weakref.WeakKeyDictionary()
@@ -24,15 +26,12 @@ def run_program(
     program: Program,
     process_group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,
-    memory: Memory | None = None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over `process_group`; None is the group of the DDP model itself.
 
-    `memory` is what the program keeps from step to step, if it keeps anything.
-
     (torch takes None for the whole world, so two jobs in one world average each other's gradients.)
     """
-    return bridge_of(program, process_group, bucket).run(program, bucket, memory or Memory())
+    return bridge_of(program, process_group, bucket).run(program, bucket, Memory())
 
 
 def bridge_of(program: Program, process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Bridge:
@@ -46,7 +45,7 @@ def bridge_of(program: Program, process_group: dist.ProcessGroup | None, bucket:
         )
     bridges = _bridges.setdefault(ddp, {})
     if group not in bridges:
-        bridges[group] = Bridge(ddp, group, set_up_of(ddp, program))
+        bridges[group] = Bridge(ddp, group, set_up_of(parameters_of(ddp), program))
     return bridges[group]
 
 

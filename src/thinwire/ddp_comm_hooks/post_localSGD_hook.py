@@ -20,7 +20,7 @@ from thinwire.bridge import Bridge, check_bucket
 from thinwire.ddp_comm_hooks._run import bridge_of, run_program
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Memory
+from thinwire.programs.memory import Memory
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.ddp_comm_hooks._run import run_program
+from thinwire.ddp_comm_hooks._run import bridge_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.memory import RESIDUAL, Memory, Place
 from thinwire.programs.powersgd import Parts, PowerSGD
-from thinwire.programs.program import RESIDUAL, Bucket, Memory
+from thinwire.programs.program import Bucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -166,11 +167,27 @@ def _run(
     state: PowerSGDState, bucket: dist.GradBucket, *, flatten: bool
 ) -> torch.futures.Future[torch.Tensor]:
     compressing = state.iter >= state.start_powerSGD_iter
+    undo = _undo(state) if bucket.index() == 0 else None
     if compressing:
         _count(state, bucket, flatten=flatten)
     state.maybe_increase_iter(bucket)
     chosen = program(state, flatten=flatten) if compressing else Exact()
-    return run_program(chosen, state.process_group, bucket, StateMemory(state))
+    bridge = bridge_of(chosen, state.process_group, bucket)
+    memory = bridge.memories.setdefault(id(state), StateMemory(state))  # which keeps the state, and its id
+    return bridge.run(chosen, bucket, memory, undo=undo)
+
+
+def _undo(state: PowerSGDState) -> Callable[[], None]:
+    """What brings back the counts of now."""
+    counts = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+    before, drawn = {name: getattr(state, name) for name in counts}, state.rng.get_state()
+
+    def undo() -> None:
+        for name, value in before.items():
+            setattr(state, name, value)
+        state.rng.set_state(drawn)
+
+    return undo
 
 
 def program(state: PowerSGDState, *, flatten: bool) -> "TorchPowerSGD":
@@ -220,15 +237,24 @@ class StateMemory(Memory):
         super().__init__()
         self._state = state
 
-    def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def find(self, place: Place) -> torch.Tensor | None:
         """Residuals in `error_dict`, factors in `q_memory_dict`."""
-        if key == RESIDUAL:
-            kept, place = self._state.error_dict, name
-        else:
-            kept, place = self._state.q_memory_dict, f"{name} {key}"
-        if place not in kept:
-            kept[place] = make()
-        return kept[place]
+        kept, key = self._where(place)
+        return kept.get(key)
+
+    def keep(self, place: Place, tensor: torch.Tensor) -> None:
+        """As they are found."""
+        kept, key = self._where(place)
+        kept[key] = tensor
+
+    def residuals(self) -> list[torch.Tensor]:
+        """All of `error_dict`."""
+        return list(self._state.error_dict.values())
+
+    def _where(self, place: Place) -> tuple[dict[str, torch.Tensor], str]:
+        name, key = place
+        state = self._state
+        return (state.error_dict, name) if key == RESIDUAL else (state.q_memory_dict, f"{name} {key}")
 
 
 def _count(state: PowerSGDState, bucket: dist.GradBucket, *, flatten: bool) -> None:

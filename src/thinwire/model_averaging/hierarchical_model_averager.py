@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from thinwire.averaging.policy import check_whole
-from thinwire.bridge import agree_on
 from thinwire.errors import OptionError
 from thinwire.model_averaging._groups import outside
 from thinwire.model_averaging.averagers import PERIOD, WARM_UP, ModelAverager
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
+from thinwire.set_ups import agree_on
 from thinwire.wire.communicator import Communicator
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from thinwire.bridge import agree_on
 from thinwire.codecs.codec import is_whole
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim._given import described, group_given, listed, local_optimizer
 from thinwire.optim._scaled import wrapped_step
+from thinwire.set_ups import agree_on
 from thinwire.sharding.assignment import Assignment, assign, in_runs
 from thinwire.sharding.collect import collect
 from thinwire.sharding.overlap import Overlap

@@ -7,7 +7,8 @@ import torch
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
 from thinwire.errors import OptionError
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.wire.ops import AllReduce, Steps
 
 

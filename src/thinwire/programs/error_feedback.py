@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 
 from thinwire.errors import OptionError, ProgramError
-from thinwire.programs.overflow import all_finite, overflow
-from thinwire.programs.program import RESIDUAL, Bucket, Memory, Outcome, Program, describe, require_program
+from thinwire.programs.memory import RESIDUAL, Memory
+from thinwire.programs.overflow import is_finite, overflow
+from thinwire.programs.program import Bucket, Outcome, Program, describe, require_program
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
 
@@ -61,25 +62,21 @@ class ErrorFeedback:
         """As the program goes."""
         # At least float32: a residual that is rounded to bf16 loses what it is there to keep.
         corrected = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        residuals = []
         for name, gradient in zip(bucket.names, unpack(corrected, bucket.shapes), strict=True):
-            residual = memory.slot(name, RESIDUAL, partial(torch.zeros_like, gradient))
-            if residual.dtype != gradient.dtype:  # another program left it
-                residual = memory.put(name, RESIDUAL, residual.to(gradient.dtype))
-            residuals.append(residual)
-            gradient.add_(residual, alpha=self.keep)
+            residual = memory.read(name, RESIDUAL, partial(torch.zeros_like, gradient))
+            gradient.add_(residual.to(gradient.dtype), alpha=self.keep)  # another program may have left it
         outcome = yield from self.program(replace(bucket, buffer=corrected, track_error=True), memory)
         if outcome.error is None:
             raise ProgramError(
                 f"{describe(self.program)} does not say what it failed to send, so its error cannot be fed"
                 " back: return Outcome(mean, error) where bucket.track_error is set"
             )
-        if not all_finite(outcome.mean):
+        if not is_finite(outcome):
             return overflow(bucket)
         mean, error = _rounded(outcome.mean, outcome.error, bucket.buffer.dtype)
-        for residual, missed in zip(residuals, unpack(error, bucket.shapes), strict=True):
-            residual.copy_(missed)
-        return Outcome(mean)
+        for name, missed in zip(bucket.names, unpack(error, bucket.shapes), strict=True):
+            memory.put(name, RESIDUAL, missed)
+        return Outcome(mean, finite=True)
 
 
 def _rounded(

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
-from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome
 from thinwire.wire.ops import AllGather, Steps
 from thinwire.wire.pack import Layout
 

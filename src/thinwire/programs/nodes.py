@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from thinwire.errors import OptionError
-from thinwire.programs.overflow import spread
-from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program, require_program
 from thinwire.wire.ops import AllGather, ReduceScatter, Steps, among
 from thinwire.wire.pack import unpack
 
@@ -76,7 +76,6 @@ class AcrossNodes:
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))
 
-        spread(bucket)
         shares = Shares(bucket, size)
         own = yield ReduceScatter(shares.split(bucket.buffer.mul_(1 / size)), ranks=neighbours)
         part = replace(

@@ -8,8 +8,8 @@ import torch
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.overflow import spread
-from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program, require_program
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import pack, unpack
 
@@ -72,7 +72,6 @@ class Partition:
         if len(members) == 1:
             (number,) = members
             return (yield from self._program(number)(bucket, memory))
-        spread(bucket)
         views, tracked = unpack(bucket.buffer, bucket.shapes), bucket.track_error
         error = torch.empty_like(bucket.buffer)
         errors = unpack(error, bucket.shapes)

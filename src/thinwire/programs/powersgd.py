@@ -23,8 +23,9 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from thinwire.errors import OptionError
+from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.overflow import all_finite, overflow
-from thinwire.programs.program import RESIDUAL, Bucket, Memory, Outcome
+from thinwire.programs.program import Bucket, Outcome
 from thinwire.wire.ops import AllReduce, Steps
 from thinwire.wire.pack import pack, unpack
 
@@ -98,7 +99,8 @@ class PowerSGD:
         # After an overflow the second all-reduce takes its turn too: their number depends on no values.
         ps = [orthonormal(p) for p in mean[: len(groups)]] if mean else [p.fill_(math.nan) for p in first]
         second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
-        own_qs, mean_qs = yield from self._mean(second, bucket)
+        # P is orthonormal, so no number of the product exceeds the largest of Q times its columns.
+        own_qs, mean_qs = yield from self._mean(second, bucket, bound=self.rank)
         if mean is None or mean_qs is None:
             return overflow(bucket)
 
@@ -110,10 +112,10 @@ class PowerSGD:
         for part, own_value, mean_value in rests:
             part.own.rest, part.mean.rest = own_value, mean_value
         for part in parts:
-            part.finish(self.residual)
+            part.finish(self.residual, memory)
         if self.warm_start:
             self._remember(groups, mean_qs, memory)
-        return Outcome(bucket.buffer)
+        return Outcome(bucket.buffer, finite=True)
 
     def numbers_sent(self, shape: torch.Size) -> int:
         """How many numbers stand for a gradient of this shape on the wire."""
@@ -137,16 +139,16 @@ class PowerSGD:
             inexact = shape != (0, 0) or self.factor_dtype is not None
             pieces = (views if self.flatten else {name: whole}) if self.error_feedback and inexact else {}
             residuals = [
-                (view, memory.slot(own, RESIDUAL, partial(torch.zeros_like, view)))
+                (own, view, memory.read(own, RESIDUAL, partial(torch.zeros_like, view)))
                 for own, view in pieces.items()
             ]
             parts.append(Part(name, whole.view(-1), shape, min(*shape, self.rank), residuals))
         return parts
 
     def _mean(
-        self, tensors: list[torch.Tensor], bucket: Bucket
+        self, tensors: list[torch.Tensor], bucket: Bucket, bound: int = 1
     ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor] | None]]:
-        """What this rank gave and the mean over ranks; None where the mean is not finite.
+        """What this rank gave and the mean over ranks; None where `bound` times the mean is not finite.
 
         Every rank sees the same mean, so all take the same way. Of nothing the mean is nothing, at no cost.
         """
@@ -158,7 +160,9 @@ class PowerSGD:
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
-        return unpack(flat, shapes), unpack(mean, shapes) if all_finite(mean) else None
+        return unpack(flat, shapes), unpack(mean, shapes) if all_finite(
+            mean if bound == 1 else mean * bound
+        ) else None
 
     def _starts(self, groups: list["Parts"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """The Q of every matrix to begin with, stacked by group."""
@@ -172,14 +176,14 @@ class PowerSGD:
         if not self.warm_start:
             return [torch.stack([fresh(part) for part in group]) for group in groups]
         return [
-            torch.stack([memory.slot(part.name, part.key, partial(fresh, part)) for part in group])
+            torch.stack([memory.read(part.name, part.key, partial(fresh, part)) for part in group])
             for group in groups
         ]
 
     def _remember(self, groups: list["Parts"], qs: list[torch.Tensor], memory: Memory) -> None:
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
-                memory.slot(part.name, part.key, q.clone).copy_(q)
+                memory.put(part.name, part.key, q)
 
 
 class Part:
@@ -195,7 +199,7 @@ class Part:
         flat: torch.Tensor,
         shape: tuple[int, int],
         rank: int,
-        residuals: list[tuple[torch.Tensor, torch.Tensor]],
+        residuals: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> None:
         self.name = name
         self.shape = shape
@@ -217,7 +221,7 @@ class Part:
 
     def correct(self) -> None:
         """Add what earlier steps did not send."""
-        for view, residual in self._residuals:
+        for _, view, residual in self._residuals:
             view.add_(residual)
 
     def corrected_rest(self) -> torch.Tensor:
@@ -226,16 +230,17 @@ class Part:
             self.correct()
         return self.rest
 
-    def finish(self, against: str) -> None:
+    def finish(self, against: str, memory: Memory) -> None:
         """Write the mean, and keep what was given less the mean, or less what this rank sent."""
-        for view, residual in self._residuals:
-            residual.copy_(view)
-        if against == "sent" and self._residuals:
+        missed = []
+        for name, view, residual in self._residuals:
+            missed.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
+        if against == "sent" and missed:
             self._write(self.own)
-            self._forget()
+            _subtract(missed)
         self._write(self.mean)
         if against == "mean":
-            self._forget()
+            _subtract(missed)
 
     def _write(self, result: "Result") -> None:
         if result.product is not None:
@@ -244,9 +249,10 @@ class Part:
         if result.rest is not None:
             self.rest.copy_(result.rest)
 
-    def _forget(self) -> None:
-        for view, residual in self._residuals:
-            residual.sub_(view)
+
+def _subtract(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for given, got in pairs:
+        given.sub_(got)
 
 
 Parts: TypeAlias = list[Part]

@@ -10,21 +10,16 @@ reduced values, never on local data.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from thinwire.errors import OptionError, ProgramError, StateError
+from thinwire.errors import OptionError, ProgramError
+from thinwire.programs.memory import Memory
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import unpack
-
-RESIDUAL = "residual"
-"""The slot of what compression has not sent yet, of whatever program."""
-MODELS = "models"
-"""The scope of what programs remember of models that they average, beside what they do of gradients."""
-MODELS_RESIDUAL = f"{MODELS}: {RESIDUAL}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,16 +64,18 @@ class Outcome:
         mean: The averaged gradients, like the bucket's buffer; the buffer itself where possible.
         error: This rank's input less what of it went into the mean, for whoever feeds it back; asked for
             by `bucket.track_error`. Over all ranks, mean(inputs) = mean + mean(errors).
+        finite: Whether the mean is known to be finite, or not to be; None where nobody has looked yet.
     """
 
     mean: torch.Tensor
     error: torch.Tensor | None = None
+    finite: bool | None = None
 
 
 class Program(Protocol):
     """Averages one bucket, start to finish."""
 
-    def __call__(self, bucket: Bucket, memory: "Memory") -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Yield collectives, receive their results, return the outcome."""
 
 
@@ -122,7 +119,7 @@ def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int
         check_fit(part, shapes, world_size)
 
 
-def mean_by(program: Program, bucket: Bucket, memory: "Memory") -> Steps[torch.Tensor]:
+def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
     """The program, with its outcome held against what the bucket needs."""
     expected = (bucket.buffer.shape, bucket.buffer.dtype, bucket.buffer.device)
     outcome = yield from program(bucket, memory)
@@ -136,78 +133,24 @@ def mean_by(program: Program, bucket: Bucket, memory: "Memory") -> Steps[torch.T
             f"{describe(program)} returned a mean of {_sort(*got)} for {bucket}: it must be like the"
             f" bucket's buffer, {_sort(*expected)}"
         )
-    return outcome.mean
+    return outcome
+
+
+def mean_of(steps: Steps[Outcome]) -> Steps[torch.Tensor]:
+    """A program's mean alone."""
+    return (yield from steps).mean
+
+
+def by_program(
+    names: Iterable[str], program: Program, exceptions: Mapping[str, Program]
+) -> list[tuple[Program, tuple[str, ...]]]:
+    """Who goes with which program, in order of their first names; programs are told apart by identity."""
+    members: dict[int, tuple[Program, list[str]]] = {}
+    for name in names:
+        chosen = exceptions.get(name, program)
+        members.setdefault(id(chosen), (chosen, []))[1].append(name)
+    return [(chosen, tuple(own)) for chosen, own in members.values()]
 
 
 def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"shape {tuple(shape)}, {dtype}, on {device}"
-
-
-class Memory:
-    """All that programs keep between steps: tensors, by parameter name and slot.
-
-    >>> memory = Memory()
-    >>> memory.slot("fc.weight", "residual", lambda: torch.zeros(2)).add_(1)
-    tensor([1., 1.])
-    >>> memory.slot("fc.weight", "residual", lambda: torch.zeros(2))
-    tensor([1., 1.])
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[str, dict[str, torch.Tensor]] = {}
-        self._scope = ""
-
-    def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor kept for a parameter under `key`, made by `make` the first time."""
-        slots = self._slots.setdefault(name, {})
-        full_key = self._scope + key
-        if full_key not in slots:
-            slots[full_key] = make()
-        return slots[full_key]
-
-    def put(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep another tensor under `key` from now on."""
-        self._slots.setdefault(name, {})[self._scope + key] = tensor
-        return tensor
-
-    def scoped(self, scope: str) -> "Memory":
-        """The same memory for a program that sees something else than whole parameters: slots of its own."""
-        view = Memory()
-        view._slots, view._scope = self._slots, f"{self._scope}{scope}: "
-        return view
-
-    def take_over(self, other: "Memory") -> None:
-        """Hold what `other` holds, for all views of this memory too."""
-        self._slots.clear()
-        self._slots.update(other._slots)
-
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of everything kept, by parameter name, then slot."""
-        return {
-            name: {key: tensor.detach().clone() for key, tensor in slots.items()}
-            for name, slots in self._slots.items()
-        }
-
-    def load_state_dict(self, state: object, shapes: Mapping[str, torch.Size]) -> None:
-        """Replace everything kept; on a state that does not fit parameters of these shapes, raise first."""
-        if not isinstance(state, dict):
-            raise StateError(f"memory is a {type(state).__name__}: it must be a dict by parameter name")
-        unknown = [str(name) for name in state if name not in shapes]
-        if unknown:
-            raise StateError(
-                f"the state has parameters that this model has not: {', '.join(unknown[:5])}; it was"
-                " saved from another model, or parameters were renamed"
-            )
-        loaded: dict[str, dict[str, torch.Tensor]] = {}
-        for name, slots in state.items():
-            tensors = slots.values() if isinstance(slots, dict) else [None]
-            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-                raise StateError(f"the state of {name} must be a dict of tensors by slot")
-            for residual in (slots[key] for key in (RESIDUAL, MODELS_RESIDUAL) if key in slots):
-                if residual.shape not in (shapes[name], (*shapes[name], 2)):
-                    raise StateError(
-                        f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
-                        f" {tuple(shapes[name])}: the state was saved from another model"
-                    )
-            loaded[name] = {str(key): tensor.detach().clone() for key, tensor in slots.items()}
-        self._slots = loaded

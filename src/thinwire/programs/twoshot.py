@@ -7,7 +7,8 @@ import torch
 
 from thinwire.codecs.codec import Codec, numbers_of, require_codec
 from thinwire.programs.gathered import own_codecs
-from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome
 from thinwire.wire.ops import AllGather, AllToAll, Steps
 from thinwire.wire.pack import Layout
 

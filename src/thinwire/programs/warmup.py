@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Bucket, Memory, Outcome, Program, require_program
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program, require_program
 from thinwire.wire.ops import Steps
 
 

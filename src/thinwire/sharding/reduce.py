@@ -1,7 +1,6 @@
 """Gradients to their owners: half of an exchange, through any codec."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,22 +9,16 @@ from thinwire.codecs.codec import Codec
 from thinwire.programs.allreduce import Exact, Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered, own_codecs
-from thinwire.programs.program import RESIDUAL, Bucket, Memory, Program, mean_by
+from thinwire.programs.memory import RESIDUAL, Memory
+from thinwire.programs.overflow import all_finite
+from thinwire.programs.program import Bucket, Program, outcome_of
 from thinwire.programs.twoshot import TwoShot, layout_of
 from thinwire.sharding.pieces import Pieces, total
 from thinwire.wire.ops import Exchange, Steps
 from thinwire.wire.pack import unpack
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """The mean of this rank's own piece, and what to do once the step is known to be finite on all ranks."""
-
-    mean: torch.Tensor
-    commit: Callable[[], None]
-
-
-def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Steps[Reduction]:
+def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Steps[torch.Tensor]:
     """The mean of what each rank owns of a bucket.
 
     Exact means and those by codecs go to their owners only: (W-1)/W of an encoding. Any other program runs as
@@ -39,45 +32,39 @@ def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: M
     if codec is not None:
         cut = pieces.cut(bucket.views(), bucket.buffer)
         mean = yield from _encoded(codec, bucket, cut, track_error=False)
-        return Reduction(mean.to(bucket.buffer.dtype), _nothing)
+        return mean.to(bucket.buffer.dtype)
     if isinstance(program, Exact):
         cut = pieces.cut(
             replace(bucket, buffer=bucket.buffer.mul_(1 / bucket.world_size)).views(), bucket.buffer
         )
-        return Reduction((yield from total(cut, bucket.rank)), _nothing)
-    mean = yield from mean_by(program, bucket, memory)
-    return Reduction(pieces.cut(replace(bucket, buffer=mean).views(), mean)[bucket.rank], _nothing)
+        return (yield from total(cut, bucket.rank))
+    mean = (yield from outcome_of(program, bucket, memory)).mean
+    return pieces.cut(replace(bucket, buffer=mean).views(), mean)[bucket.rank]
 
 
 def _codec_of(program: Program) -> Codec | None:
     return program.codec if isinstance(program, Reduced | TwoShot | Gathered) else None
 
 
-def _nothing() -> None:
-    """Nothing is remembered."""
-
-
 def _with_feedback(
     codec: Codec, keep: float, bucket: Bucket, pieces: Pieces, memory: Memory
-) -> Steps[Reduction]:
+) -> Steps[torch.Tensor]:
     """What an owner did not get is kept by the rank that did not get it across, as `ErrorFeedback` does."""
-    views, residuals = {}, {}
+    views = {}
     for name, gradient in bucket.views().items():
         corrected = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        residuals[name] = memory.slot(name, RESIDUAL, partial(torch.zeros_like, corrected))
-        views[name] = corrected.add_(residuals[name], alpha=keep)
+        residual = memory.read(name, RESIDUAL, partial(torch.zeros_like, corrected))
+        views[name] = corrected.add_(residual, alpha=keep)
     cut = pieces.cut(views, next(iter(views.values())))
     mean = yield from _encoded(codec, bucket, cut, track_error=True)
     rounded = mean.to(bucket.buffer.dtype)
     # What the gradients' own dtype rounds off; what one rank feeds back counts 1/W.
     cut[bucket.rank].copy_((mean - rounded).mul_(bucket.world_size))
-
-    def commit() -> None:
-        for names, shapes, missed in zip(pieces.names, pieces.shapes, cut, strict=True):
+    for names, shapes, missed in zip(pieces.names, pieces.shapes, cut, strict=True):
+        if all_finite(missed):  # where steps are taken inside backward, nobody asks all ranks
             for name, error in zip(names, unpack(missed, shapes), strict=True):
-                residuals[name].copy_(error)
-
-    return Reduction(rounded, commit)
+                memory.put(name, RESIDUAL, error)
+    return rounded
 
 
 def _encoded(

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import StateError, UnavailableError
+from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
-from thinwire.programs.program import Bucket, Memory, Outcome
+from thinwire.programs.program import Bucket, Outcome
 from thinwire.sharding.assignment import owners
 from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
 from thinwire.sharding.collect import collect
@@ -54,7 +55,6 @@ class Sharder:
         self._every = dict(parameters)
         self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
         self._masters: dict[str, torch.Tensor] = {}
-        self._commits: list[Callable[[], None]] = []
         self._finite = True
         self._scale = Scale()
         device = next(iter(parameters.values())).device
@@ -78,22 +78,16 @@ class Sharder:
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """What becomes of a bucket's gradients."""
         pieces = Pieces.of(bucket, self.owners)
-        reduction = yield from reduce_to_owners(self._zero.program, bucket, pieces, memory)
+        mean = yield from reduce_to_owners(self._zero.program, bucket, pieces, memory)
         names = pieces.names[self._rank]
-        finite = all_finite(reduction.mean)
         if self._zero.interleaved:
-            if finite:
-                reduction.commit()
-            self._step(names, reduction.mean)
+            self._step(names, mean)
             yield from self._share(pieces)
-            return Outcome(bucket.buffer)
-        own = zip(names, unpack(reduction.mean, pieces.shapes[self._rank]), strict=True)
-        self._commits.append(reduction.commit)
-        self._finite = self._finite and finite
+            return Outcome(bucket.buffer, finite=True)
         into = bucket.views()
-        for name, gradient in own:
+        for name, gradient in zip(names, unpack(mean, pieces.shapes[self._rank]), strict=True):
             into[name].copy_(gradient)
-        return Outcome(bucket.buffer)
+        return Outcome(bucket.buffer, finite=all_finite(mean))
 
     def _forward(self, module: object, inputs: object) -> None:
         """Look what gradients are left of a backward that no step has followed."""
@@ -113,36 +107,23 @@ class Sharder:
         self._left = []
 
     def after_backward(self) -> None:
-        """DDP has written the gradients: only owners keep theirs.
-
-        If one of them is not finite on any rank, all become NaN on every rank, so that GradScalers agree; and
-        residuals stay as they were.
-        """
+        """DDP has written the gradients: only owners keep theirs."""
         kept = {} if self._zero.interleaved else self._own
         for name, parameter in self._parameters.items():
             if name not in kept:
                 parameter.grad = None
         if self._zero.interleaved:
             return
-        commits, finite = self._commits, self._finite
-        self._commits, self._finite = [], True
-        finite_everywhere = self._all_agree(finite)
-        if finite_everywhere:
-            for commit in commits:
-                commit()
-        else:
-            for gradient in self._gradients():
-                gradient.fill_(math.nan)
-        self._stand_in(finite_everywhere)
+        self._stand_in()
         self._delivered = True
         self._scale.remember(self._gradients())
 
-    def _stand_in(self, finite: bool) -> None:
+    def _stand_in(self) -> None:
         """A rank that has no gradient of its own gets one: a GradScaler refuses to step without any."""
         held = [one for group in self._optimizer.param_groups for one in group["params"] if one.numel()]
         if held and not self._gradients():
             self._lent = min(held, key=torch.Tensor.numel)
-            self._lent.grad = torch.full_like(self._lent, 0.0 if finite else math.nan)
+            self._lent.grad = torch.full_like(self._lent, 0.0 if self._finite else math.nan)
 
     def clip(self, max_norm: float, kind: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before."""
@@ -198,9 +179,11 @@ class Sharder:
     def _gradients(self) -> list[torch.Tensor]:
         return [one.grad for one in self._own.values() if one.grad is not None]
 
-    def _all_agree(self, finite: bool) -> bool:
+    def agree(self, finite: bool) -> bool:
+        """Whether the step's gradients are finite on all ranks: each has looked at its own means only."""
         flag = torch.tensor([float(not finite)], device=self._device)
-        return not self._run(_summed(flag), "the overflow check").item()
+        self._finite = not self._run(_summed(flag), "the overflow check").item()
+        return self._finite
 
     def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
         """Run a program, behind those that were submitted, and wait for all."""

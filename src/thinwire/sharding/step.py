@@ -1,6 +1,5 @@
 """Steps some of an optimizer's parameters, whatever the optimizer."""
 
-import gc
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.errors import UnavailableError
+from thinwire.scalers import living_scalers
 from thinwire.wire.pack import real_numbers
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -64,12 +64,8 @@ def _differing(group: Mapping[str, Any], stepped: Mapping[str, Any]) -> list[str
 
 
 def refuse_scalers(way_out: str) -> None:
-    """Refuse to step inside backward where a GradScaler has scaled the loss: it comes to unscale too late.
-
-    It does not tell anybody, so it is looked for among all living objects.
-    """
-    kinds = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
-    if any(scaler.is_enabled() and scaler._scale is not None for scaler in kinds):
+    """Refuse to step inside backward where a GradScaler has scaled the loss: it comes to unscale too late."""
+    if living_scalers():
         raise UnavailableError(
             "a GradScaler is in use, but the step is inside backward, before it could unscale gradients:"
             f" train in bf16 without one, or {way_out}"

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from thinwire.programs.program import Bucket, Memory, Outcome, Program
+from thinwire.programs.memory import Memory
+from thinwire.programs.overflow import is_finite
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.wire.pack import pack
 from thinwire.wire.simulate import simulate
 
@@ -25,9 +27,12 @@ class SimulatedRanks:
         self.steps = 0
 
     def step(self, gradients: Sequence[torch.Tensor], *, track_error: bool = False) -> list[Outcome]:
-        """What every rank gets, given all ranks' gradients of all parameters, flat; they stay as they are."""
-        programs = []
-        for rank, (flat, memory) in enumerate(zip(gradients, self.memories, strict=True)):
+        """What every rank gets, given all ranks' gradients of all parameters, flat; they stay as they are.
+
+        As in training, a rank whose mean is not finite remembers nothing of the step.
+        """
+        programs, staged = [], [memory.staged() for memory in self.memories]
+        for rank, (flat, memory) in enumerate(zip(gradients, staged, strict=True)):
             bucket = Bucket(
                 0,
                 flat.clone(),
@@ -40,9 +45,13 @@ class SimulatedRanks:
             )
             programs.append([self.program(bucket, memory)])
         with torch.no_grad():
-            results = simulate(programs).results
-        self.steps += 1
-        return [result[0] for result in results]
+            outcomes = [result[0] for result in simulate(programs).results]
+            counts = [is_finite(outcome) for outcome in outcomes]
+        for memory, holds in zip(staged, counts, strict=True):
+            if holds:
+                memory.commit()
+        self.steps += all(counts)
+        return outcomes
 
     def kept(self, rank: int, slot: str) -> torch.Tensor:
         """What a rank keeps in a slot, of all parameters that have it, flat."""

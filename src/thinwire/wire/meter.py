@@ -86,6 +86,8 @@ class Stats:
     wire_seconds: float
     exposed_seconds: float
     compute_seconds: float
+    overflows: int
+    """Steps that did not count, because a gradient was infinite or NaN on some rank."""
     records: tuple[StepRecord, ...] = field(repr=False)
 
     @property
@@ -130,7 +132,7 @@ class Meter:
     def __init__(self, history: int = 1000) -> None:
         self._lock = threading.Lock()
         self._records: deque[StepRecord] = deque(maxlen=history)
-        self._total = Stats(0, 0, 0.0, 0.0, 0.0, ())
+        self._total = Stats(0, 0, 0.0, 0.0, 0.0, 0, ())
 
     def add(self, record: StepRecord) -> None:
         """Take in a finished step."""
@@ -140,14 +142,19 @@ class Meter:
 
     def _with(self, record: StepRecord) -> Stats:
         total = self._total
-        return Stats(
+        return replace(
+            total,
             steps=total.steps + (record.purpose == GRADIENTS),
             bytes_sent=total.bytes_sent + record.bytes_sent,
             wire_seconds=total.wire_seconds + (record.wire_seconds or 0.0),
             exposed_seconds=total.exposed_seconds + (record.exposed_seconds or 0.0),
             compute_seconds=total.compute_seconds + (record.compute_seconds or 0.0),
-            records=(),
         )
+
+    def overflowed(self) -> None:
+        """The latest step turned out not to count; what it sent was sent."""
+        with self._lock:
+            self._total = replace(self._total, overflows=self._total.overflows + 1)
 
     def snapshot(self) -> Stats:
         """Totals and recent records, safe to keep."""

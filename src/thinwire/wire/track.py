@@ -58,7 +58,7 @@ class Run:
         devices: list[int | str | torch.device] = [] if instead.device.type == "cpu" else [instead.device]
         self._instead: torch.Tensor | None = instead
         self._promise: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-        self.future = self._promise.then(_unwrap)
+        self.future = self._promise.then(unwrap)
 
     def resolve(self, value: Any) -> None:
         """Hand the result to whoever holds the future."""
@@ -325,7 +325,8 @@ def _anew(error: ThinwireError) -> ThinwireError:
     return copy
 
 
-def _unwrap(future: "torch.futures.Future[Any]") -> Any:
+def unwrap(future: "torch.futures.Future[Any]") -> Any:
+    """A future's value; one that is an error is raised."""
     value = future.value()
     if isinstance(value, Exception):
         raise value

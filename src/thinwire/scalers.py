@@ -1,0 +1,40 @@
+"""Which GradScaler scales this model's loss, and by how much now.
+
+A residual is in the units of the gradients it came from, and a scaler changes those.
+"""
+
+import gc
+import weakref
+
+import torch
+from torch.amp import GradScaler
+
+
+def living_scalers() -> list[GradScaler]:
+    """All that are in use in this process: they tell nobody, so they are looked for among all objects."""
+    kinds = [thing for thing in gc.get_objects() if issubclass(type(thing), GradScaler)]
+    return [scaler for scaler in kinds if scaler.is_enabled() and scaler._scale is not None]
+
+
+class Scales:
+    """The scale of one model's loss: of the scaler that was named, or of the only one there is."""
+
+    def __init__(self, scaler: GradScaler | None = None) -> None:
+        self._scaler: weakref.ref[GradScaler] | None = None if scaler is None else weakref.ref(scaler)
+        self._looked = False
+
+    def now(self, after_overflow: bool) -> float | None:
+        """The scale of the gradients at hand; None without a scaler.
+
+        It is looked for once, and again after an overflow, which is when a scale matters.
+        """
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None and (after_overflow or not self._looked):
+            self._looked = True
+            found = living_scalers()
+            scaler = found[0] if len(found) == 1 else None
+            self._scaler = None if scaler is None else weakref.ref(scaler)
+        if scaler is None or scaler._scale is None:
+            return None
+        scale: torch.Tensor = scaler._scale
+        return float(scale.item())
