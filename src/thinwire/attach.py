@@ -9,24 +9,40 @@ from torch.optim import Optimizer
 
 from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, parameters_of
-from thinwire.checks import check_at_least, check_program, check_scaler, optimizers_of, time_limit_of
+from thinwire.checks import (
+    check_at_least,
+    check_audits,
+    check_program,
+    check_scaler,
+    check_skipping,
+    optimizers_of,
+    time_limit_of,
+)
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.handle import Wire, thinwire_hook
-from thinwire.programs.program import Program
+from thinwire.programs.auditor import Auditor, OnExcess
+from thinwire.programs.rules import Rules, check_used, checked_rules
 from thinwire.scalers import Scales
+from thinwire.schedules import Runs, Schedule, stages_of
 from thinwire.set_ups import decline, set_up_of
 from thinwire.sharding.zero import ZeRO
+from thinwire.skipping import skip
 from thinwire.wire.agree import Meeting
 from thinwire.wire.meter import Meter
 
 
 def attach(
     ddp: DistributedDataParallel,
-    program: Program | Averaging | ZeRO,
+    program: Runs | Schedule,
     *,
+    rules: Rules = (),
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
     check_every: int = 0,
+    audit_every: int = 0,
+    max_error: float | None = None,
+    on_excess: OnExcess = "warn",
+    skip_overflows: bool = False,
     scaler: GradScaler | None = None,
     history: int = 1000,
 ) -> Wire:
@@ -38,7 +54,11 @@ def attach(
     Args:
         ddp: A DistributedDataParallel model that has no communication hook yet.
         program: What to do with each bucket, such as `Exact()` or `BF16()`; or when to average models
-            instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`.
+            instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`; or a `Schedule` of these.
+        rules: Other programs for some parameters: pairs of a pattern for names, or a `Size`, and a program,
+            such as `[("embed.*", BF16()), (Size(below=4096), Exact())]`. The first that fits holds. Tensors
+            of at most one dimension go by `Exact()` unless a rule says otherwise, since norms and biases are
+            few numbers and matter much. `wire.explain()` shows what follows.
         optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it: they
             average after its steps.
         timeout: Seconds (or a timedelta) that a collective may take before it is an error on this rank.
@@ -48,6 +68,14 @@ def attach(
             `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes
             per parameter tensor and rank. Where models are averaged: every so many averages among all ranks.
             0: never.
+        audit_every: Every so many steps, compare the compressed mean with the exact one, which that step
+            exchanges on top; `wire.audits()` keeps the errors by parameter. 0: never.
+        max_error: The relative error that an audit lets pass for every parameter. 0.5: half of the exact
+            mean. With error feedback more is no loss by itself, see `AuditRecord`.
+        on_excess: What follows from a larger one, on all ranks: `"warn"` in the log, `"raise"` an
+            `AuditError`, or a program to go on with, such as `Exact()`.
+        skip_overflows: Without a GradScaler: have the optimizer leave out a step whose gradients are infinite
+            or NaN on any rank. (A GradScaler does that by itself.)
         scaler: The GradScaler that scales this model's loss. Residuals are kept in its units, so they follow
             when its scale changes. Needed only where a process has several: a single one is found.
         history: How many steps `wire.stats()` keeps in full.
@@ -69,7 +97,13 @@ def attach(
     try:
         _check_hooks(ddp)
         optimizers = optimizers_of(optimizer, ddp)
-        check_program(program, ddp, optimizers)
+        rules = checked_rules(rules)
+        check_used(rules, {name: one.shape for name, one in parameters_of(ddp).items()})
+        auditor = Auditor(audit_every, max_error, on_excess, history)
+        for stage in stages_of(program):
+            check_program(stage, ddp, optimizers)
+            check_audits(stage, audit_every)
+        check_skipping(skip_overflows, optimizers)
         check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         check_at_least("history", history, 1, "stats() shows the latest steps")
         limit = time_limit_of(timeout)
@@ -77,7 +111,8 @@ def attach(
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
-    set_up = set_up_of(parameters_of(ddp), program, check_every=check_every, **_frozen(program, ddp))
+    same = {"check_every": check_every, "rules": rules, "audits": (audit_every, max_error, on_excess)}
+    set_up = set_up_of(parameters_of(ddp), program, **same, **_frozen(program, ddp))
     bridge = Bridge(
         ddp,
         ddp.process_group,
@@ -89,7 +124,9 @@ def attach(
     )
     wire = None
     try:
-        wire = Wire(bridge, program, ddp, optimizers, check_every)
+        wire = Wire(bridge, program, ddp, optimizers, check_every, rules, auditor)
+        if skip_overflows:
+            skip(optimizers, bridge, ddp)
         ddp.register_comm_hook(wire, thinwire_hook)
     except BaseException as error:
         if wire is not None:
@@ -101,10 +138,11 @@ def attach(
     return wire
 
 
-def _frozen(program: object, ddp: DistributedDataParallel) -> dict[str, object]:
+def _frozen(program: Runs | Schedule, ddp: DistributedDataParallel) -> dict[str, object]:
     """Parameters that do not train do not travel, so all ranks must have the same ones."""
     frozen = [name for name, one in parameters_of(ddp).items() if not one.requires_grad]
-    return {"frozen": frozen} if isinstance(program, Averaging | ZeRO) else {}
+    averages = any(isinstance(stage, Averaging | ZeRO) for stage in stages_of(program))
+    return {"frozen": frozen} if averages else {}
 
 
 def _check_hooks(ddp: DistributedDataParallel) -> None:

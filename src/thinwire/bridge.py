@@ -97,6 +97,8 @@ class Bridge:
         self.engine = Engine(self.communicator, device=device, meter=meter)
         self.memories: dict[int, Memory] = {}
         """Of torch-named hooks, by the identity of their states."""
+        self.settled: Callable[[bool], None] = lambda counted: None
+        """Told at the end of every step whether it counted."""
         self.overflowed = False
         """Whether the latest step did not count."""
         self.agree: Callable[[bool], bool] | None = None
@@ -190,6 +192,7 @@ class Bridge:
         parameters = {} if ddp is None else parameters_of(ddp)
         if finite:
             step.commit(_left_out(ddp, parameters))
+            self.settled(True)
             return
         logger.info("step %d overflowed on some rank: it is skipped on all", self.engine.step - 1)
         step.forget()
@@ -198,6 +201,7 @@ class Bridge:
         for parameter in parameters.values():
             if parameter.grad is not None:
                 parameter.grad.fill_(math.nan)
+        self.settled(False)
 
     def _check_sequence(self, bucket: Bucket, last: bool) -> None:
         """DDP hands over a step's buckets in rising order; one that falls back begins another step."""

@@ -78,6 +78,26 @@ def optimizers_of(given: object, ddp: DistributedDataParallel) -> list[Optimizer
     return optimizers
 
 
+def check_audits(program: object, audit_every: int) -> None:
+    """Refuse to audit what no rank sees whole."""
+    if audit_every and isinstance(program, ZeRO):
+        raise OptionError(
+            f"audit_every={audit_every} cannot look at {program!r}, whose means are spread over their owners:"
+            " audit the same program without ZeRO"
+        )
+
+
+def check_skipping(skip_overflows: object, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse to skip the steps of nobody."""
+    if not isinstance(skip_overflows, bool):
+        raise OptionError(f"skip_overflows={skip_overflows!r} must be True or False")
+    if skip_overflows and not optimizers:
+        raise OptionError(
+            "skip_overflows=True needs the optimizer whose steps to skip: give it, as in"
+            " attach(ddp, ..., optimizer=optimizer)"
+        )
+
+
 def check_scaler(scaler: object) -> None:
     """Refuse what is no GradScaler."""
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -7,6 +7,7 @@ ThinwireError
 ├── MismatchError     ranks that were set up differently          (also a RuntimeError)
 ├── DriftError        replicas that no longer hold the same model (also a RuntimeError)
 ├── DivergedError     models whose average is not finite          (also a RuntimeError)
+├── AuditError        compression that exceeds its error limit    (also a RuntimeError)
 ├── WireError         a collective that failed or took too long   (also a RuntimeError)
 ├── StateError        a state_dict that does not fit              (also a ValueError)
 ├── LabError          an emulated network that failed             (also a RuntimeError)
@@ -42,6 +43,10 @@ class DriftError(ThinwireError, RuntimeError):
 
 class DivergedError(ThinwireError, RuntimeError):
     """The average of the ranks' models is infinite or NaN; raised on every rank, nothing was changed."""
+
+
+class AuditError(ThinwireError, RuntimeError):
+    """An audit found a compressed mean farther from the exact one than allowed; raised on every rank."""
 
 
 class WireError(ThinwireError, RuntimeError):

@@ -13,21 +13,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.averager import Averager
+from thinwire.averaging.diloco import DiLoCo
+from thinwire.averaging.flights import Models
 from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, in_backward, parameters_of
 from thinwire.checks import check_program
 from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
+from thinwire.explain import explain
 from thinwire.grouping import Groups
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.audit import AuditRecord, Findings
+from thinwire.programs.auditor import Auditor, watched
 from thinwire.programs.memory import MODELS, Memory
 from thinwire.programs.program import Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
+from thinwire.programs.rules import Rules, choose, exceptions_of
+from thinwire.schedules import Runs, Schedule, gradient_program, with_program
 from thinwire.set_ups import agree_on, decline
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
 from thinwire.state import FORMAT, own_state, where_it_is
 from thinwire.wire.communicator import Communicator
-from thinwire.wire.meter import Stats
+from thinwire.wire.meter import GRADIENTS, Stats
 
 
 def thinwire_hook(wire: "Wire", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -44,26 +51,32 @@ class Wire:
     def __init__(
         self,
         bridge: Bridge,
-        program: Program | Averaging | ZeRO,
+        program: Runs | Schedule,
         ddp: DistributedDataParallel,
         optimizers: Sequence[Optimizer],
         check_every: int,
+        rules: Rules,
+        auditor: Auditor,
     ) -> None:
         self._bridge = bridge
-        self._program = program
+        self._schedule = program if isinstance(program, Schedule) else None
+        self._program: Runs = program.at(0) if isinstance(program, Schedule) else program
+        self._rules = rules
+        self._auditor = auditor
         self._memory = Memory()
         self._ddp = weakref.ref(ddp)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._check_every = check_every
-        self._averager = self._new_averager(program, ddp)
-        if self._averager is not None:
-            self._averager.start(bridge.engine, lambda: bridge.overflowed)
-        self._sharder = self._new_sharder(program, ddp)
-        if self._sharder is not None and isinstance(program, ZeRO) and not program.interleaved:
-            bridge.agree = self._sharder.agree
+        self._sharder = self._new_sharder(self._program, ddp)
+        self._averager = self._new_averager(self._program, ddp)
+        self._forwards: Any = None
+        self._findings: Findings | None = None
+        self._programs: tuple[Mapping[str, Program], Program] = ({}, Exact())
+        self._start(ddp)
+        bridge.settled = self._settled
 
     @property
-    def program(self) -> Program | Averaging | ZeRO:
+    def program(self) -> Runs:
         """The program, or the way of averaging models, that runs now."""
         return self._program
 
@@ -76,13 +89,30 @@ class Wire:
         """Bytes and times so far: totals, and the latest steps in full."""
         return self._bridge.engine.stats()
 
-    def swap(self, program: Program | Averaging | ZeRO) -> None:
+    def audits(self) -> tuple[AuditRecord, ...]:
+        """The latest audits, if `audit_every` was given: errors and residuals by parameter."""
+        return tuple(self._auditor.records)
+
+    def explain(self) -> str:
+        """A table of what every parameter goes by, and why."""
+        ddp = self._ddp()
+        if ddp is None:
+            raise AttachError("explain was called on a wire whose DDP model is gone")
+        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
+        return explain(self._program, choose(self._rules, gradient_program(self._program), shapes), shapes)
+
+    def swap(self, program: Runs) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
         What the old program remembered by parameter stays, so that swapping back loses nothing. Models that
         were averaged are first made one, as by `finalize`, and so is the optimizer's state: means, and of
-        counts rank 0's. A new way of averaging counts from here on, and its outer optimizer starts anew.
+        counts rank 0's. A new way of averaging counts from here on, and its outer optimizer starts anew. A
+        schedule ends here.
         """
+        self._swap(program)
+        self._schedule = None
+
+    def _swap(self, program: Runs) -> None:
         ddp, communicator = self._ddp(), self._bridge.communicator
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
@@ -102,10 +132,46 @@ class Wire:
         new = self._new_averager(program, ddp)  # what it refuses leaves everything as it is
         if old is not None:
             old.retire()
-        if new is not None:
-            bridge = self._bridge
-            new.start(bridge.engine, lambda: bridge.overflowed)
         self._program, self._averager = program, new
+        self._start(ddp)
+
+    def _start(self, ddp: DistributedDataParallel) -> None:
+        """Set to work what runs now, and the schedule behind it."""
+        bridge, program = self._bridge, self._program
+        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
+        self._exceptions = exceptions_of(self._rules, gradient_program(program), shapes)
+        if self._averager is not None:
+            self._averager.start(bridge.engine, lambda: bridge.overflowed)
+        if self._sharder is not None and isinstance(program, ZeRO) and not program.interleaved:
+            bridge.agree = self._sharder.agree
+        if self._forwards is not None:
+            self._forwards.remove()
+        if self._schedule is not None:
+            self._forwards = ddp.register_forward_pre_hook(self._forward)
+
+    def _forward(self, module: object, inputs: object) -> None:
+        """A step begins: with the program that is due."""
+        if self._schedule is None or not torch.is_grad_enabled() or self._bridge.engine.mid_step:
+            return
+        due = self._schedule.at(self.step)
+        if due is not self._program:
+            self._swap(due)
+            if self._averager is not None:
+                self._averager.begin()
+
+    def _settled(self, counted: bool) -> None:
+        """A backward is over: see what an audit of it has found."""
+        if not counted:
+            return
+        findings, self._findings = self._findings, None
+        fallback = self._auditor.conclude(findings, self.step - 1, GRADIENTS)
+        if fallback is not None:
+            self.swap(fallback)
+
+    def _fall_back(self, program: Program) -> Runs:
+        """Exchange models by another program from now on."""
+        self._program = with_program(self._program, program)
+        return self._program
 
     def finalize(self) -> None:
         """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
@@ -225,9 +291,7 @@ class Wire:
         ddp = self._ddp()
         return {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
 
-    def _new_sharder(
-        self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel
-    ) -> Sharder | None:
+    def _new_sharder(self, program: Runs, ddp: DistributedDataParallel) -> Sharder | None:
         if not isinstance(program, ZeRO):
             return None
         (optimizer,) = [one for reference in self._optimizers if (one := reference()) is not None]
@@ -235,12 +299,14 @@ class Wire:
         communicator.open()
         return Sharder(program, ddp, parameters_of(ddp), optimizer, communicator, self._bridge.engine)
 
-    def _new_averager(
-        self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel
-    ) -> Averager | None:
+    def _new_averager(self, program: Runs, ddp: DistributedDataParallel) -> Averager | None:
         if not isinstance(program, Averaging):
             return None
         optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
+        exceptions = {}
+        if isinstance(program, DiLoCo):
+            exceptions = exceptions_of(self._rules, program.program, shapes)
         communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
         communicator.open()
         try:
@@ -253,6 +319,8 @@ class Wire:
                 self._bridge.engine.meter,
                 self._memory.scoped(MODELS),
                 self._check_every,
+                exceptions,
+                Models(self._auditor, self._fall_back),
             )
         except BaseException:
             communicator.close()
@@ -263,36 +331,43 @@ class Wire:
         same = averager is None or averager.warm
         if same and self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
             self._compare_replicas()
-        if self._sharder is not None:
-            return self._reduce_to_owners(bucket, self._sharder)
-        if averager is None:
-            assert not isinstance(self._program, Averaging | ZeRO), "those have runners of their own"
-            return self._bridge.run(self._program, bucket, self._memory)
-        if not in_backward():
-            raise UnavailableError(
-                "a rank has run out of inputs (Join), and models that are averaged cannot go on without it:"
-                " give every rank the same number of batches"
-            )
-        future = self._bridge.run(averager.gradient_program(), bucket, self._memory)
-        if bucket.is_last():
-            averager.backward_ended()
-        return future
-
-    def _reduce_to_owners(
-        self, bucket: dist.GradBucket, sharder: Sharder
-    ) -> torch.futures.Future[torch.Tensor]:
-        if not in_backward():
-            raise UnavailableError(
-                "a rank has run out of inputs (Join), and ZeRO cannot go on without it: give every rank the"
-                " same number of batches"
-            )
         if bucket.index() == 0:
-            sharder.before_backward()
-        future = self._bridge.run(sharder, bucket, self._memory)
-        if bucket.is_last():
-            queue = Variable._execution_engine.queue_callback
+            self._begin()
+        elsewise, program = self._programs
+        future = self._bridge.run(program, bucket, self._memory, elsewise)
+        if bucket.is_last() and averager is not None:
+            averager.backward_ended()
+        if bucket.is_last() and self._sharder is not None:
+            sharder, queue = self._sharder, Variable._execution_engine.queue_callback
             queue(lambda: queue(sharder.after_backward))  # after DDP's own, which writes the gradients
         return future
+
+    def _begin(self) -> None:
+        """A step's first bucket has come: what its gradients go by."""
+        if not in_backward() and (self._averager is not None or self._sharder is not None):
+            what = "models that are averaged" if self._sharder is None else "ZeRO"
+            raise UnavailableError(
+                f"a rank has run out of inputs (Join), and {what} cannot go on without it: give every rank"
+                " the same number of batches"
+            )
+        if self._sharder is not None:
+            self._sharder.before_backward()
+        everybody = self._averager is None or self._averager.warm
+        self._findings = self._auditor.begin(self.step) if everybody else None
+        known: dict[int, Program] = {}
+
+        def as_run(program: Program) -> Program:
+            if id(program) not in known:
+                known[id(program)] = self._as_run(watched(program, self._findings))
+            return known[id(program)]
+
+        exceptions = {name: as_run(program) for name, program in self._exceptions.items()}
+        self._programs = exceptions, as_run(gradient_program(self._program))
+
+    def _as_run(self, program: Program) -> Program:
+        if self._averager is not None:
+            return self._averager.gradient_program(program)
+        return program if self._sharder is None else self._sharder.by(program)
 
     def _close(self) -> None:
         for runner in (self._averager, self._sharder):

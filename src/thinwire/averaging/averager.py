@@ -3,7 +3,6 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from thinwire.averaging.anchors import Anchors, split_evenly
 from thinwire.averaging.beside import mean_of_states, one_state, reset_states, share_buffers
 from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.exchange import Exchange
+from thinwire.averaging.flights import InFlight, Models, keep, kept
 from thinwire.averaging.gradients import Alone, Within
 from thinwire.averaging.groups import members_of
 from thinwire.averaging.policy import Average, Averaging
@@ -21,6 +21,8 @@ from thinwire.averaging.rounds import Rounds
 from thinwire.averaging.saved import checked, cloned
 from thinwire.errors import AttachError, DivergedError, StateError
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.audit import Findings
+from thinwire.programs.auditor import watched
 from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Program
@@ -29,16 +31,6 @@ from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
 from thinwire.wire.meter import MODELS, Meter
 from thinwire.wire.ops import Steps, among
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """An average that was started, and the step at which it is used."""
-
-    fragment: int
-    due: int
-    ranks: tuple[int, ...]
-    means: Callable[[], dict[str, torch.Tensor]]
 
 
 class Averager:
@@ -57,6 +49,8 @@ class Averager:
         meter: Meter,
         memory: Memory,
         check_every: int,
+        exceptions: Mapping[str, Program],
+        audits: Models,
     ) -> None:
         self.step = 0
         """Training steps that are over."""
@@ -71,8 +65,10 @@ class Averager:
         sizes = {name: one.numel() for name, one in self._parameters.items()}
         self._fragments = split_evenly(sizes, count)
         self._memory = memory
+        self._exceptions = exceptions
+        self._audits = audits
         self._anchors: Anchors | None = None
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[InFlight] = []
         self._used = 0  # averages so far
         self._whole = 0  # times that all of the model was averaged among all ranks
         self._apart = False
@@ -107,11 +103,11 @@ class Averager:
         """Whether all gradients are still exchanged, so that ranks hold the same model."""
         return self.step < self._policy.warmup_steps
 
-    def gradient_program(self) -> Program:
-        """What becomes of gradients in the step under way."""
+    def gradient_program(self, program: Program) -> Program:
+        """What becomes of gradients that would go by `program`, in the step under way."""
         if self.warm:
-            return self._policy.gradients
-        return Alone() if self._policy.within is None else Within(self._policy.gradients, self._neighbours)
+            return program
+        return Alone() if self._policy.within is None else Within(program, self._neighbours)
 
     def backward_ended(self) -> None:
         """All gradients of a step have been taken in."""
@@ -166,7 +162,7 @@ class Averager:
         """All of it, this rank's parameters included where ranks differ; waits for what is under way."""
         self.end_open_step()
         for flight in self._in_flight:
-            _keep(flight)
+            keep(flight)
         return {
             "step": self.step,
             "apart": self._apart,
@@ -197,7 +193,7 @@ class Averager:
                 for name, tensor in saved["buffers"].items():
                     self._buffers()[name].copy_(tensor)
             self._in_flight = [
-                _kept(one["fragment"], one["due"], self._everybody, cloned(one["means"]))
+                kept(one["fragment"], one["due"], self._everybody, cloned(one["means"]))
                 for one in saved["in_flight"]
             ]
             self._set_broadcasts()
@@ -261,7 +257,7 @@ class Averager:
             self._use_first()
 
     def _use_first(self) -> None:
-        _keep(self._in_flight[0])  # interrupted while it waits, it is still under way
+        keep(self._in_flight[0])  # interrupted while it waits, it is still under way
         self._use(self._in_flight.pop(0))
 
     def _start(self, average: Average, since: int) -> None:
@@ -272,22 +268,35 @@ class Averager:
                     "the optimizer has stepped, but the DDP model ran no forward: call ddp(...)"
                 )
             changes = self._anchors.pseudo_gradients(average.fragment, self._parameters)
-            exchange = self._exchange(changes, self._policy.program, self._memory, ranks)
-            overlap = self._policy.overlap
+            overlap, findings = self._policy.overlap, self._audits.begin(self._used + len(self._in_flight))
+            exchange = self._exchange(changes, self._policy.program, self._memory, ranks, findings)
         else:
             exchange, overlap = self._exchange(self._parameters, Exact(), Memory(), ranks), 0
-        self._in_flight.append(_InFlight(average.fragment, since + overlap, ranks, exchange.means))
+            findings = None
+        flight = InFlight(average.fragment, since + overlap, ranks, exchange.means, findings)
+        self._in_flight.append(flight)
 
     def _exchange(
-        self, tensors: Mapping[str, torch.Tensor], program: Program, memory: Memory, ranks: tuple[int, ...]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        program: Program,
+        memory: Memory,
+        ranks: tuple[int, ...],
+        findings: Findings | None = None,
     ) -> Exchange:
         self._engine.step = self.step
         window = self._used // len(self._fragments)
-        return Exchange(self._engine, tensors, program, memory, ranks, self._place, window)
+        known = {id(one): watched(one, findings) for one in (program, *self._exceptions.values())}
+        exceptions = {name: known[id(one)] for name, one in self._exceptions.items()}
+        chosen = known[id(program)]
+        return Exchange(self._engine, tensors, chosen, memory, ranks, self._place, window, exceptions)
 
-    def _use(self, flight: _InFlight) -> None:
+    def _use(self, flight: InFlight) -> None:
         means, names = flight.means(), self._fragments[flight.fragment]
         self._check_finite(means)
+        fallback = self._audits.conclude(flight.findings, self.step)
+        if fallback is not None:
+            self._policy = fallback
         mixing = 0.0
         if self._anchors is None:
             self._copy_in(means)
@@ -385,13 +394,3 @@ def _let_go(averager: Averager) -> None:
     averager.close()
     averager._parameters, averager._frozen, averager._optimizers = {}, {}, []
     averager._anchors, averager._in_flight = None, []
-
-
-def _keep(flight: _InFlight) -> None:
-    """Wait for the means, and keep them until they are due."""
-    means = flight.means()
-    flight.means = lambda: means
-
-
-def _kept(fragment: int, due: int, ranks: tuple[int, ...], means: dict[str, torch.Tensor]) -> _InFlight:
-    return _InFlight(fragment, due, ranks, lambda: means)

@@ -1,6 +1,7 @@
 """One all-reduce a bucket: the exact mean, or the mean of what a codec makes of it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -39,6 +40,8 @@ class Reduced:
     """
 
     codec: Codec
+
+    spares_vectors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)

@@ -1,6 +1,7 @@
 """Every rank receives every rank's encoding: for encodings so small that this costs little."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,8 @@ class Gathered:
     """
 
     codec: Codec
+
+    spares_vectors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)

@@ -88,12 +88,17 @@ class Memory:
 
     def residuals(self) -> list[torch.Tensor]:
         """What is still owed of gradients, in whatever scope."""
-        return [
-            tensor
-            for slots in self._slots.values()
-            for key, tensor in slots.items()
-            if is_residual(key) and key != MODELS_RESIDUAL
-        ]
+        return [tensor for name in self._slots for tensor in self.residuals_of(name)]
+
+    def residuals_of(self, name: str) -> list[torch.Tensor]:
+        """What is still owed of one parameter, within this memory's scope."""
+        slots = self._slots.get(name, {})
+        return [tensor for key, tensor in slots.items() if self._owes(key)]
+
+    def _owes(self, key: str) -> bool:
+        return (
+            is_residual(key) and key.startswith(self._scope) and (bool(self._scope) or key != MODELS_RESIDUAL)
+        )
 
     def rescale(self, scale: float | None) -> None:
         """Residuals in the units of gradients to come: a GradScaler's scale has changed, or is new."""
@@ -184,6 +189,12 @@ class Staged(Memory):
         """As this step sees it."""
         changed = self._changed.get(place)
         return self._base.find(place) if changed is None else changed
+
+    def residuals_of(self, name: str) -> list[torch.Tensor]:
+        """As this step leaves them."""
+        changed = {key: tensor for (own, key), tensor in self._changed.items() if own == name}
+        kept = {key: tensor for key, tensor in self._base._slots.get(name, {}).items() if key not in changed}
+        return [tensor for key, tensor in {**kept, **changed}.items() if self._owes(key)]
 
     def commit(self, but_of: Collection[str] = ()) -> None:
         """Let the changes hold, but for those of some parameters."""

@@ -1,26 +1,29 @@
 """Different programs for different parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 
-from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, require_program
+from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
 from thinwire.wire.ops import Steps
 from thinwire.wire.pack import pack, unpack
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Gives every parameter to the program of the first pattern that fits its name.
+    """Gives every parameter to the program of the first rule that fits it, within one program.
+
+    `attach(ddp, program, rules=...)` does the same from outside, and lets the parts travel side by side; this
+    is for use within other programs, such as `AcrossNodes`.
 
     Args:
         rules: Pairs of a pattern and a program. In patterns `*` stands for anything and `?` for one
-            character: "*.bias", "embed.*".
+            character: "*.bias", "embed.*". Or a `Size` in the place of the pattern.
         default: The program of parameters that no pattern fits.
 
     Each program sees its parameters of a bucket as a bucket of their own. `attach` refuses patterns that fit
@@ -32,43 +35,24 @@ class Partition:
         wire = thinwire.attach(ddp, thinwire.Partition(rules, default=thinwire.Int4()))
     """
 
-    rules: Sequence[tuple[str, Program]]
+    rules: Rules
     default: Program = field(default_factory=Exact)
 
+    spares_vectors: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
-        pairs = isinstance(self.rules, list | tuple) and all(
-            isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
-            for rule in self.rules
-        )
-        if not pairs:
-            raise OptionError(
-                f"rules={self.rules!r} must be pairs of a pattern and a program, such as"
-                ' [("*.bias", thinwire.Exact())]'
-            )
-        for pattern, program in self.rules:
-            require_program(program, f"the program for {pattern!r}")
+        object.__setattr__(self, "rules", checked_rules(self.rules))
         require_program(self.default, "default")
-        object.__setattr__(self, "rules", tuple((pattern, program) for pattern, program in self.rules))
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Refuse rules that no parameter follows: most likely a name is misspelt."""
-        taken = {self._rule(name) for name in shapes}
-        for number, (pattern, _) in enumerate(self.rules):
-            if number in taken:
-                continue
-            fits = [name for name in shapes if fnmatchcase(name, pattern)]
-            cause = (
-                f"earlier patterns take all it fits ({_some(fits)}): put it before them"
-                if fits
-                else f"it fits no parameter of this model, which has {_some(list(shapes))}"
-            )
-            raise OptionError(f"the rule for {pattern!r} is never used: {cause}")
+        check_used(self.rules, shapes)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """One program after another, each on its own parameters of the bucket."""
         members: dict[int, list[int]] = {}
-        for place, name in enumerate(bucket.names):
-            members.setdefault(self._rule(name), []).append(place)
+        for place, (name, shape) in enumerate(zip(bucket.names, bucket.shapes, strict=True)):
+            members.setdefault(rule_of(self.rules, name, shape), []).append(place)
         if len(members) == 1:
             (number,) = members
             return (yield from self._program(number)(bucket, memory))
@@ -93,14 +77,5 @@ class Partition:
                     errors[place].copy_(missed)
         return Outcome(bucket.buffer, error if tracked else None)
 
-    def _rule(self, name: str) -> int:
-        """The number of the first rule that fits; that of the default comes after all."""
-        fitting = (number for number, (pattern, _) in enumerate(self.rules) if fnmatchcase(name, pattern))
-        return next(fitting, len(self.rules))
-
     def _program(self, number: int) -> Program:
         return self.rules[number][1] if number < len(self.rules) else self.default
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

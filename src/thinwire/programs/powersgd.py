@@ -117,6 +117,11 @@ class PowerSGD:
             self._remember(groups, mean_qs, memory)
         return Outcome(bucket.buffer, finite=True)
 
+    @property
+    def spares_vectors(self) -> bool:
+        """Vectors travel with P as they are, unless all that travels is rounded or flattened."""
+        return self.flatten or self.factor_dtype is not None
+
     def numbers_sent(self, shape: torch.Size) -> int:
         """How many numbers stand for a gradient of this shape on the wire."""
         n, m = self._matrix_shape(shape)

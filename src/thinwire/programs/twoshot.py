@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -33,6 +34,8 @@ class TwoShot:
     """
 
     codec: Codec
+
+    spares_vectors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.sharding.assignment import owners
 from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
 from thinwire.sharding.collect import collect
@@ -75,10 +76,13 @@ class Sharder:
         _remove(self._handles)
         self._engine.close()
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """What becomes of a bucket's gradients."""
+    def by(self, program: Program) -> Program:
+        """What becomes of a bucket's gradients, which owners shall get by `program`."""
+        return partial(self._reduce, program)
+
+    def _reduce(self, program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         pieces = Pieces.of(bucket, self.owners)
-        mean = yield from reduce_to_owners(self._zero.program, bucket, pieces, memory)
+        mean = yield from reduce_to_owners(program, bucket, pieces, memory)
         names = pieces.names[self._rank]
         if self._zero.interleaved:
             self._step(names, mean)

@@ -1,0 +1,86 @@
+"""When to audit, and what to do about what is found."""
+
+import logging
+from collections import deque
+from numbers import Real
+from typing import TypeAlias
+
+from thinwire.errors import AuditError, OptionError
+from thinwire.programs.audit import Audited, AuditRecord, Findings, with_action
+from thinwire.programs.program import Program, describe, require_program
+
+logger = logging.getLogger("thinwire")
+
+OnExcess: TypeAlias = str | Program
+"""`"warn"`, `"raise"`, or a program to fall back to."""
+
+
+def watched(program: Program, findings: Findings | None) -> Program:
+    """The program; audited, if there is somebody who wants to know."""
+    return program if findings is None else Audited(program, findings)
+
+
+class Auditor:
+    """Audits every so many exchanges, keeps the latest records, and tells when a limit is crossed.
+
+    Args:
+        every: How many exchanges to an audit; 0: none.
+        limit: The largest relative error that any parameter may have; None: whatever it is.
+        on_excess: What follows where it is larger.
+        history: How many records are kept.
+    """
+
+    def __init__(self, every: int, limit: float | None, on_excess: OnExcess, history: int) -> None:
+        check_audit(every, limit, on_excess)
+        self.every = every
+        self.limit = limit
+        self.on_excess = on_excess
+        self.records: deque[AuditRecord] = deque(maxlen=history)
+
+    def begin(self, number: int) -> Findings | None:
+        """An exchange begins, the so-manyth from 0: where findings shall go, if it is time for an audit."""
+        return Findings() if self.every > 0 and (number + 1) % self.every == 0 else None
+
+    def conclude(self, findings: Findings | None, step: int, purpose: str) -> Program | None:
+        """The exchange is over: the program to fall back to, if need be.
+
+        Raises AuditError where that was asked for. All ranks hear the same figures, so all do the same.
+        """
+        record = None if findings is None else findings.record(step, purpose)
+        if record is None:
+            return None
+        worst = record.parameters[record.worst]
+        if self.limit is None or worst.error <= self.limit:
+            self.records.append(record)
+            logger.info("audit at step %d: error %.3g, worst %s", step, record.error, record.worst)
+            return None
+        text = (
+            f"audit at step {step}: the compressed mean of {record.worst!r} is off by {worst.error:.3g} of"
+            f" the exact one, max_error={self.limit:g} (all {purpose}: {record.error:.3g})"
+        )
+        if self.on_excess == "raise":
+            self.records.append(with_action(record, "raised"))
+            raise AuditError(
+                f"{text}. Compress less (a higher rank, more bits), give that parameter a rule, or raise"
+                " max_error"
+            )
+        fallback = None if isinstance(self.on_excess, str) else self.on_excess
+        action = "warned" if fallback is None else f"fell back to {describe(fallback)}"
+        self.records.append(with_action(record, action))
+        logger.warning("%s; %s", text, action)
+        return fallback
+
+
+def check_audit(every: object, limit: object, on_excess: object) -> None:
+    """Refuse what is no way to audit."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+        raise OptionError(f"audit_every={every!r} must be a whole number from 0 on: 0 never audits")
+    if limit is not None:
+        if not isinstance(limit, Real) or isinstance(limit, bool) or not float(limit) > 0:
+            raise OptionError(f"max_error={limit!r} must be a positive number: 0.5 is half of the exact mean")
+        if every == 0:
+            raise OptionError(f"max_error={limit!r} needs audits: give audit_every=1000, say")
+    if on_excess not in ("warn", "raise"):
+        if isinstance(on_excess, str):
+            raise OptionError(f"on_excess={on_excess!r} must be 'warn', 'raise' or a program to fall back to")
+        require_program(on_excess, "on_excess")
