@@ -19,6 +19,7 @@ from thinwire.codecs.sign import SignBits
 from thinwire.codecs.topk import LargestEntries
 from thinwire.errors import (
     AttachError,
+    AuditError,
     DivergedError,
     DriftError,
     LabError,
@@ -32,6 +33,7 @@ from thinwire.errors import (
 )
 from thinwire.handle import Wire
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
+from thinwire.programs.audit import AuditRecord, ParameterAudit
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
 from thinwire.programs.memory import Memory
@@ -40,8 +42,10 @@ from thinwire.programs.partition import Partition
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.rules import Size
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
+from thinwire.schedules import Schedule
 from thinwire.sharding.state import merged as merge_optimizer_states
 from thinwire.sharding.zero import ZeRO
 from thinwire.version import __version__
@@ -67,6 +71,8 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "AttachError",
+    "AuditError",
+    "AuditRecord",
     "Averaging",
     "Await",
     "BlockCodec",
@@ -92,6 +98,7 @@ __all__ = [
     "MismatchError",
     "OptionError",
     "Outcome",
+    "ParameterAudit",
     "Partition",
     "PowerSGD",
     "Program",
@@ -102,8 +109,10 @@ __all__ = [
     "Reduce",
     "ReduceScatter",
     "Reduced",
+    "Schedule",
     "Sign",
     "SignBits",
+    "Size",
     "StateError",
     "Stats",
     "StepRecord",

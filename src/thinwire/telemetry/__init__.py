@@ -8,6 +8,6 @@ Example::
 """
 
 from thinwire.telemetry.sinks import Console, JsonLines, Sink, TensorBoard, WandB
-from thinwire.telemetry.watch import Watch, as_row, watch
+from thinwire.telemetry.watch import Watch, as_audit_row, as_row, watch
 
-__all__ = ["Console", "JsonLines", "Sink", "TensorBoard", "WandB", "Watch", "as_row", "watch"]
+__all__ = ["Console", "JsonLines", "Sink", "TensorBoard", "WandB", "Watch", "as_audit_row", "as_row", "watch"]

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,12 @@ from thinwire.errors import OptionError, UnavailableError
 from thinwire.wire.meter import GRADIENTS
 
 Row = dict[str, Any]
-"""A step's figures by name: numbers, None where nobody can tell, and under `purpose` what was exchanged."""
+"""A step's figures by name: numbers, None where nobody can tell, and under `purpose` what was exchanged.
+
+Audits are rows too, of purpose `"audit"`.
+"""
+
+AUDIT = "audit"
 
 
 class Sink(Protocol):
@@ -40,7 +46,10 @@ class Console:
         self._every = every
 
     def write(self, row: Row) -> None:
-        """Print the step's bytes and times, if it is its turn."""
+        """Print the step's bytes and times, if it is its turn; of an audit, what it has found."""
+        if row.get("purpose") == AUDIT:
+            self._console.print(_audit_line(row), markup=False)
+            return
         if (row["step"] or 0) % self._every:
             return
         sent = f"{(row['bytes_sent'] or 0) / 1e6:.3f} MB"
@@ -128,7 +137,13 @@ def _scalars(row: Row) -> dict[str, float | int]:
     purpose = row.get("purpose", GRADIENTS)
     place = "thinwire" if purpose == GRADIENTS else f"thinwire/{purpose}"
     shown = {name: value for name, value in row.items() if name not in ("step", "purpose")}
-    return {f"{place}/{name}": value for name, value in shown.items() if value is not None}
+    return {f"{place}/{name}": value for name, value in shown.items() if isinstance(value, int | float)}
+
+
+def _audit_line(row: Row) -> str:
+    error, worst = (math.inf if row[key] is None else row[key] for key in ("error", "worst_error"))
+    found = f"error {error:.3g}  worst {row['worst']} {worst:.3g}"
+    return f"audit of step {row['step']}  {found}  {row['action']}".rstrip()
 
 
 def _library(name: str, what: str, package: str) -> Any:

@@ -1,5 +1,6 @@
 """Brings finished step records to sinks, on the training loop's own thread."""
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -8,7 +9,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.handle import Wire
-from thinwire.telemetry.sinks import Row, Sink
+from thinwire.programs.audit import AuditRecord
+from thinwire.telemetry.sinks import AUDIT, Row, Sink
 from thinwire.wire.meter import StepRecord
 
 
@@ -33,6 +35,7 @@ class Watch:
         self._wire = wire
         self._sinks = sinks
         self._latest = wire.stats().last
+        self._audited = wire.audits()[-1:]
         self._hook = ddp.register_forward_pre_hook(lambda module, args: self.flush())
 
     def flush(self) -> None:
@@ -41,8 +44,16 @@ class Watch:
         known = next((place for place, record in enumerate(records, 1) if record is self._latest), 0)
         for record in records[known:]:
             self._latest = record
-            for sink in self._sinks:
-                sink.write(as_row(record))
+            self._send(as_row(record))
+        audits = self._wire.audits()
+        known = next((place for place, audit in enumerate(audits, 1) if audit in self._audited), 0)
+        for audit in audits[known:]:
+            self._audited = (audit,)
+            self._send(as_audit_row(audit))
+
+    def _send(self, row: Row) -> None:
+        for sink in self._sinks:
+            sink.write(row)
 
     def close(self) -> None:
         """Send the rest, and end; a second call does nothing."""
@@ -75,3 +86,24 @@ def as_row(record: StepRecord) -> Row:
         "collectives": len(record.ops),
         **by_kind,
     }
+
+
+def as_audit_row(audit: AuditRecord) -> Row:
+    """An audit as plain values: the errors and residuals of all parameters by name, and what followed."""
+    return {
+        "step": audit.step,
+        "purpose": AUDIT,
+        "of": audit.purpose,
+        "error": _finite(audit.error),
+        "residual": audit.residual,
+        "worst": audit.worst,
+        "worst_error": _finite(audit.parameters[audit.worst].error),
+        "action": audit.action,
+        **{f"error/{name}": _finite(one.error) for name, one in audit.parameters.items()},
+        **{f"residual/{name}": one.residual for name, one in audit.parameters.items()},
+    }
+
+
+def _finite(error: float) -> float | None:
+    """JSON has no infinity; an error is infinite where the exact mean is zero and the compressed one is not."""
+    return error if math.isfinite(error) else None
