@@ -22,7 +22,7 @@ from thinwire.programs.program import MODELS, Memory, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
-from thinwire.state import FORMAT, own_state, where_it_is
+from thinwire.state import FORMAT, own_state, ranked, readable, where_it_is
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.meter import Stats
 
@@ -150,51 +150,57 @@ class Wire:
         return self._sharder.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state, by parameter name: tensors and plain values only.
+        """This rank's own state, under a key that names the rank: tensors, on the CPU, and plain values only.
 
         Ranks differ, so every rank must save its own; where models are averaged, its own optimizer too. What
-        is under way is waited for and saved. This rank's parameters are in it while models are apart.
+        is under way is waited for and saved. This rank's parameters are in it while models are apart. The
+        key, `"rank 0 of 2"`, is what has `torch.distributed.checkpoint` keep ranks apart.
         """
         self._between_steps("state_dict")
         averaging = (
             None if self._averager is None else self._averager.state_dict()
         )  # may wait, and change memory
-        return {
-            "format": FORMAT,
-            "program": describe(self._program),
-            "step": self.step,
-            "rank": self._bridge.communicator.rank,
-            "world_size": self._bridge.communicator.size,
-            "memory": self._memory.state_dict(),
-            "averaging": averaging,
-            "sharding": None if self._sharder is None else self._sharder.state_dict(),
-        }
+        return ranked(
+            {
+                "format": FORMAT,
+                "program": describe(self._program),
+                "step": self.step,
+                "rank": self._bridge.communicator.rank,
+                "world_size": self._bridge.communicator.size,
+                "memory": self._memory.state_dict(),
+                "averaging": averaging,
+                "sharding": None if self._sharder is None else self._sharder.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state of the same program; every rank must call it, each with its own state.
 
         Valid before the first backward, after the model and the optimizer were loaded. With another number of
-        ranks than at the save, give every rank the list of all ranks' states: what they shared is taken over,
-        residuals and models that were apart become their mean, so nothing is lost.
+        ranks than at the save, give every rank all ranks' states, as a list or as `read_states` reads them:
+        what they shared is taken over, residuals and models that were apart become their mean, so nothing is
+        lost.
 
         Raises StateError and changes nothing where the state does not fit, MismatchError where ranks come
         from different steps.
         """
         self._between_steps("load_state_dict")
         communicator = self._bridge.communicator
+        memory = Memory()
         try:
-            own = own_state(state, describe(self._program), communicator.rank, communicator.size)
-            memory = Memory()
-            memory.load_state_dict(own["memory"], self._shapes())
-            take_overs = [
-                runner.prepare(own.get(key))
-                for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
-                if runner is not None
-            ]
+            with readable():
+                own = own_state(state, describe(self._program), communicator.rank, communicator.size)
+                memory.load_state_dict(own["memory"], self._shapes())
+                take_overs = [
+                    runner.prepare(own.get(key))
+                    for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
+                    if runner is not None
+                ]
+                place = where_it_is(own.get("averaging"))
         except StateError as error:
             decline(str(error), communicator.meeting, topic="load_state_dict")
             raise
-        saved = {"step": str(own["step"]), "averaging": where_it_is(own.get("averaging"))}
+        saved = {"step": str(own["step"]), "averaging": place}
         agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]

@@ -1,16 +1,41 @@
 """A wire's saved state: whether it fits, and what all ranks' states become for another number of ranks."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from thinwire.averaging.saved import cloned
+from thinwire.codecs.codec import is_whole
 from thinwire.errors import StateError
 from thinwire.programs.program import MODELS_RESIDUAL, RESIDUAL
+from thinwire.ranked import choose, rank_key
+from thinwire.sharding.state import copied
 
-FORMAT = 1
+FORMAT = 2
 _KEYS = {"format", "program", "step", "rank", "world_size", "memory"}
+_MOST = 1 << 48
+"""No job counts so far; larger ones would not fit where steps become seeds."""
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Whatever a damaged state makes the reading of it raise is a StateError."""
+    try:
+        yield
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"the state cannot be read ({type(error).__name__}: {error}): it is damaged, or was not saved by"
+            " wire.state_dict()"
+        ) from error
+
+
+def ranked(inner: dict[str, Any]) -> dict[str, Any]:
+    """The state under its rank's key, with its tensors on the CPU: other ranks may not have this device."""
+    return {rank_key(inner["rank"], inner["world_size"]): (copied(inner, torch.Tensor.cpu),)}
 
 
 def own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
@@ -18,40 +43,12 @@ def own_state(state: object, program: str, rank: int, world_size: int) -> dict[s
 
     Raises StateError where it does not fit.
     """
-    try:
-        return _own_state(state, program, rank, world_size)
-    except StateError:
-        raise
-    except Exception as error:  # of whatever a damaged file holds
-        raise StateError(
-            f"the state cannot be read ({type(error).__name__}: {error}): it is damaged, or was not saved by"
-            " wire.state_dict()"
-        ) from error
+    saved_size, found = choose(state, rank, world_size)
+    states = [_checked(one, program, (each, saved_size)) for each, one in found.items()]
+    return states[0] if saved_size == world_size else _merged(states)
 
 
-def _own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
-    if state and isinstance(state, Sequence) and not isinstance(state, str):
-        states = [_checked(one, program) for one in state]
-        found = sorted((one["rank"], one["world_size"]) for one in states)
-        if found != [(each, len(found)) for each in range(len(found))]:
-            raise StateError(
-                f"the states are those of the ranks {[each for each, _ in found]}: give all that one job"
-                " saved, each rank's once"
-            )
-        if len(states) != world_size:
-            return _merged(states)
-        state = next(one for one in states if one["rank"] == rank)
-    own = _checked(state, program)
-    if (own["rank"], own["world_size"]) != (rank, world_size):
-        raise StateError(
-            f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {rank} of"
-            f" {world_size}: residuals are each rank's own, so each loads what it saved itself. After a"
-            " change of the number of ranks, give every rank the list of all that were saved"
-        )
-    return own
-
-
-def _checked(state: object, program: str) -> dict[str, Any]:
+def _checked(state: object, program: str, place: tuple[int, int]) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not set(state) >= _KEYS:
         raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
     if state["format"] != FORMAT:
@@ -64,8 +61,13 @@ def _checked(state: object, program: str) -> dict[str, Any]:
             " load, and swap afterwards"
         )
     for key in ("step", "rank", "world_size"):
-        if not isinstance(state[key], int) or state[key] < 0:
-            raise StateError(f"{key}={state[key]!r} must be a whole number from 0 on")
+        if not is_whole(state[key]) or not 0 <= state[key] < _MOST:
+            raise StateError(f"{key}={state[key]!r} must be a whole number from 0 on, below 2**48")
+    if (state["rank"], state["world_size"]) != place:
+        raise StateError(
+            f"what stands under {rank_key(*place)!r} was saved by rank {state['rank']} of"
+            f" {state['world_size']}: states were mixed up, load what each rank saved itself"
+        )
     return dict(state)
 
 
