@@ -22,7 +22,7 @@ from thinwire.programs.program import MODELS, Memory, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
-from thinwire.state import FORMAT, own_state, ranked, readable, where_it_is
+from thinwire.state import FORMAT, memory_for, own_state, ranked, readable, where_it_is
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.meter import Stats
 
@@ -186,11 +186,11 @@ class Wire:
         """
         self._between_steps("load_state_dict")
         communicator = self._bridge.communicator
-        memory = Memory()
+        ddp = self._ddp()
         try:
             with readable():
                 own = own_state(state, describe(self._program), communicator.rank, communicator.size)
-                memory.load_state_dict(own["memory"], self._shapes())
+                memory = memory_for({} if ddp is None else parameters_of(ddp), own["memory"])
                 take_overs = [
                     runner.prepare(own.get(key))
                     for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
@@ -206,10 +206,6 @@ class Wire:
         self._bridge.engine.step = own["step"]
         for take_over in take_overs:
             take_over()
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        ddp = self._ddp()
-        return {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
 
     def _new_sharder(
         self, program: Program | Averaging | ZeRO, ddp: DistributedDataParallel

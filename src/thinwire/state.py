@@ -1,22 +1,23 @@
 """A wire's saved state: whether it fits, and what all ranks' states become for another number of ranks."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from thinwire.averaging.saved import cloned
-from thinwire.codecs.codec import is_whole
+from thinwire.averaging.saved import check_count, check_tensor, cloned
 from thinwire.errors import StateError
-from thinwire.programs.program import MODELS_RESIDUAL, RESIDUAL
+from thinwire.programs.program import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory
 from thinwire.ranked import choose, rank_key
 from thinwire.sharding.state import copied
+from thinwire.wire.pack import real_numbers
 
 FORMAT = 2
 _KEYS = {"format", "program", "step", "rank", "world_size", "memory"}
-_MOST = 1 << 48
-"""No job counts so far; larger ones would not fit where steps become seeds."""
+_SIZED = re.compile(r"(?:.*: )?q (\d{1,9})x(\d{1,9})")
+"""PowerSGD's factors, whose slots are named by their shape."""
 
 
 @contextlib.contextmanager
@@ -61,14 +62,46 @@ def _checked(state: object, program: str, place: tuple[int, int]) -> dict[str, A
             " load, and swap afterwards"
         )
     for key in ("step", "rank", "world_size"):
-        if not is_whole(state[key]) or not 0 <= state[key] < _MOST:
-            raise StateError(f"{key}={state[key]!r} must be a whole number from 0 on, below 2**48")
+        check_count(key, state[key])
+    for key in ("averaging", "sharding"):
+        if not isinstance(state.get(key), dict | None):
+            raise StateError(f"{key} is a {type(state[key]).__name__}: it must be a dict, or None")
     if (state["rank"], state["world_size"]) != place:
         raise StateError(
             f"what stands under {rank_key(*place)!r} was saved by rank {state['rank']} of"
             f" {state['world_size']}: states were mixed up, load what each rank saved itself"
         )
     return dict(state)
+
+
+def memory_for(parameters: Mapping[str, torch.Tensor], state: Any) -> Memory:
+    """What programs remembered of these parameters, checked, and where they are; StateError if unfit."""
+    memory = Memory()
+    memory.load_state_dict(state, {name: one.shape for name, one in parameters.items()})
+    for name, slots in state.items():
+        for key, tensor in slots.items():
+            _check_slot(f"{key!r} of {name}", str(key), tensor, parameters[name])
+            memory.put(name, str(key), tensor.detach().to(parameters[name].device, copy=True))
+    return memory
+
+
+def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    """What we know of a slot by its key: residuals and PowerSGD's factors; programs may have others."""
+    residual, sized = key.rpartition(": ")[2] == RESIDUAL, _SIZED.fullmatch(key)
+    check_tensor(what, tensor, finite=residual or sized is not None)
+    real = real_numbers(parameter)
+    if residual and not tensor.is_floating_point():
+        raise StateError(f"the saved {what} is {tensor.dtype}: what was not sent yet is no such number")
+    if key in (RESIDUAL, MODELS_RESIDUAL) and tensor.shape != real.shape:
+        raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
+    if sized is not None:
+        models = key.startswith(f"{MODELS}: ")
+        dtype = torch.promote_types(real.dtype, torch.float32) if models else real.dtype
+        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype != dtype:
+            raise StateError(
+                f"the saved {what} has shape {tuple(tensor.shape)} and {tensor.dtype}, not what its name"
+                f" says and {dtype}: the state is damaged, or of a model of another dtype"
+            )
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
