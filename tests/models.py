@@ -22,6 +22,19 @@ def batch(rank: int, step: int, width: int = 24, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def own(state: dict[str, Any]) -> dict[str, Any]:
+    """What a wire's state has of its rank."""
+    ((inner,),) = state.values()
+    assert isinstance(inner, dict)
+    return inner
+
+
+def changed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A wire's state with other values in it."""
+    (key,) = state
+    return {key: ({**own(state), **changes},)}
+
+
 def flat_gradients(model: nn.Module) -> torch.Tensor:
     parts = [
         torch.view_as_real(p.grad).flatten() if p.grad.is_complex() else p.grad.flatten().float()

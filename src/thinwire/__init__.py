@@ -10,6 +10,7 @@ from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.hierarchical import Hierarchical
 from thinwire.averaging.local_sgd import LocalSGD
 from thinwire.averaging.policy import Averaging
+from thinwire.checkpoint import PerRank, read_states
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import BlockCodec, Codec
 from thinwire.codecs.float8 import Float8
@@ -100,6 +101,7 @@ __all__ = [
     "Outcome",
     "ParameterAudit",
     "Partition",
+    "PerRank",
     "PowerSGD",
     "Program",
     "ProgramError",
@@ -128,4 +130,5 @@ __all__ = [
     "__version__",
     "attach",
     "merge_optimizer_states",
+    "read_states",
 ]

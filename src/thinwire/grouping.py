@@ -125,3 +125,13 @@ def bring_home(bucket: Bucket, homes: Mapping[str, Home], future: "torch.futures
             homes[name].deliver(name, mean)
 
     future.add_done_callback(deliver)
+
+
+def groups_for(parameters: Mapping[str, torch.nn.Parameter], saved: Sequence[Sequence[str]]) -> Groups | None:
+    """Groups that were saved, for these parameters; None where they are not the same any more."""
+    groups = tuple(tuple(group) for group in saved)
+    trained = sorted(name for name, one in parameters.items() if one.requires_grad)
+    if sorted(name for group in groups for name in group) != trained:
+        return None
+    alike = all(len({parameters[name].dtype for name in group}) == 1 for group in groups)
+    return groups if alike else None

@@ -2,8 +2,9 @@
 
 # DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,27 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.averager import Averager
-from thinwire.averaging.diloco import DiLoCo
-from thinwire.averaging.flights import Models
-from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, in_backward, parameters_of
 from thinwire.checks import check_program
 from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
 from thinwire.explain import explain
-from thinwire.grouping import Groups
+from thinwire.grouping import groups_for
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.audit import AuditRecord, Findings
 from thinwire.programs.auditor import Auditor, watched
-from thinwire.programs.memory import MODELS, Memory
+from thinwire.programs.memory import Memory
 from thinwire.programs.program import Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.programs.rules import Rules, choose, exceptions_of
+from thinwire.runners import Runners
 from thinwire.schedules import Runs, Schedule, gradient_program, with_program
 from thinwire.set_ups import agree_on, decline
-from thinwire.sharding.sharder import Sharder
 from thinwire.sharding.zero import ZeRO
-from thinwire.state import FORMAT, own_state, where_it_is
-from thinwire.wire.communicator import Communicator
+from thinwire.state import FORMAT, memory_for, own_state, ranked, readable, where_it_is
 from thinwire.wire.meter import GRADIENTS, Stats
 
 
@@ -65,10 +62,11 @@ class Wire:
         self._auditor = auditor
         self._memory = Memory()
         self._ddp = weakref.ref(ddp)
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        steppers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._runners = Runners(bridge, steppers, self._memory, check_every, rules, auditor)
         self._check_every = check_every
-        self._sharder = self._new_sharder(self._program, ddp)
-        self._averager = self._new_averager(self._program, ddp)
+        self._sharder = self._runners.sharder(self._program, ddp)
+        self._averager = self._runners.averager(self._program, ddp, self._fall_back)
         self._forwards: Any = None
         self._findings: Findings | None = None
         self._programs: tuple[Mapping[str, Program], Program] = ({}, Exact())
@@ -116,8 +114,7 @@ class Wire:
         ddp, communicator = self._ddp(), self._bridge.communicator
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
-        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-        check_program(program, ddp, optimizers)
+        check_program(program, ddp, self._runners.living_optimizers())
         self._between_steps("swap")
         if self._sharder is not None or isinstance(program, ZeRO):
             raise UnavailableError(
@@ -129,7 +126,9 @@ class Wire:
         if old is not None:
             old.end_open_step()
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
-        new = self._new_averager(program, ddp)  # what it refuses leaves everything as it is
+        new = self._runners.averager(
+            program, ddp, self._fall_back
+        )  # what it refuses leaves everything as it is
         if old is not None:
             old.retire()
         self._program, self._averager = program, new
@@ -222,109 +221,107 @@ class Wire:
         return self._sharder.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state, by parameter name: tensors and plain values only.
+        """This rank's own state, under a key that names the rank: tensors, on the CPU, and plain values only.
 
         Ranks differ, so every rank must save its own; where models are averaged, its own optimizer too. What
-        is under way is waited for and saved. This rank's parameters are in it while models are apart.
+        is under way is waited for and saved. This rank's parameters are in it while models are apart. The
+        key, `"rank 0 of 2"`, is what has `torch.distributed.checkpoint` keep ranks apart.
         """
         self._between_steps("state_dict")
         averaging = (
             None if self._averager is None else self._averager.state_dict()
         )  # may wait, and change memory
-        return {
-            "format": FORMAT,
-            "program": describe(self._program),
-            "step": self.step,
-            "rank": self._bridge.communicator.rank,
-            "world_size": self._bridge.communicator.size,
-            "buckets": [list(group) for group in self._bridge.grouping.upcoming or ()],
-            "scale": self._memory.scale,
-            "memory": self._memory.state_dict(),
-            "averaging": averaging,
-            "sharding": None if self._sharder is None else self._sharder.state_dict(),
-        }
+        return ranked(
+            {
+                "format": FORMAT,
+                "program": describe(self._program),
+                "step": self.step,
+                "rank": self._bridge.communicator.rank,
+                "world_size": self._bridge.communicator.size,
+                "buckets": [list(group) for group in self._bridge.grouping.upcoming or ()],
+                "scale": self._memory.scale,
+                "memory": self._memory.state_dict(),
+                "averaging": averaging,
+                "sharding": None if self._sharder is None else self._sharder.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state of the same program; every rank must call it, each with its own state.
 
         Valid before the first backward, after the model and the optimizer were loaded. With another number of
-        ranks than at the save, give every rank the list of all ranks' states: what they shared is taken over,
-        residuals and models that were apart become their mean, so nothing is lost.
+        ranks than at the save, give every rank all ranks' states, as a list or as `read_states` reads them:
+        what they shared is taken over, residuals and models that were apart become their mean, so nothing is
+        lost.
 
         Raises StateError and changes nothing where the state does not fit, MismatchError where ranks come
         from different steps.
         """
         self._between_steps("load_state_dict")
-        communicator = self._bridge.communicator
+        communicator, ddp = self._bridge.communicator, self._ddp()
+        if ddp is None:
+            raise AttachError("load_state_dict was called on a wire whose DDP model is gone")
+        known = {describe(runs): runs for runs in self._known()}
+        with self._all_or_none("load_state_dict") as agreed:
+            own = own_state(state, list(known), communicator.rank, communicator.size)
+            agreed.update(step=str(own["step"]), program=own["program"])
+        runs = known[own["program"]]
+        averager = (
+            self._averager if runs is self._program else self._runners.averager(runs, ddp, self._fall_back)
+        )
         try:
-            own = own_state(state, describe(self._program), communicator.rank, communicator.size)
-            memory = Memory()
-            memory.load_state_dict(own["memory"], self._shapes())
-            memory.scale, groups = own["scale"], self._groups(own["buckets"])
-            take_overs = [
-                runner.prepare(own.get(key))
-                for key, runner in (("averaging", self._averager), ("sharding", self._sharder))
-                if runner is not None
-            ]
-        except StateError as error:
-            decline(str(error), communicator.meeting, topic="load_state_dict")
+            with self._all_or_none("load_state_dict in full") as agreed:
+                memory = memory_for(parameters_of(ddp), own)
+                groups = groups_for(parameters_of(ddp), own["buckets"])
+                take_overs = [
+                    runner.prepare(own.get(key))
+                    for key, runner in (("averaging", averager), ("sharding", self._sharder))
+                    if runner is not None
+                ]
+                agreed.update(averaging=where_it_is(own.get("averaging")))
+        except BaseException:
+            if averager is not None and averager is not self._averager:
+                averager.close()
             raise
-        saved = {"step": str(own["step"]), "averaging": where_it_is(own.get("averaging"))}
-        agree_on(saved, communicator.meeting, communicator.limit, topic="load_state_dict")
+        self._resume(ddp, runs, averager)
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
         self._bridge.grouping.held = self._bridge.grouping.upcoming = groups
         for take_over in take_overs:
             take_over()
 
-    def _groups(self, saved: list[list[str]]) -> Groups | None:
-        """Which parameters shall travel together as they did; None where they are not the same any more."""
-        ddp = self._ddp()
-        parameters = {} if ddp is None else parameters_of(ddp)
-        groups = tuple(tuple(group) for group in saved)
-        trained = {name for name, one in parameters.items() if one.requires_grad}
-        same = sorted(name for group in groups for name in group) == sorted(trained)
-        alike = same and all(len({parameters[name].dtype for name in group}) == 1 for group in groups)
-        return groups if alike else None
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        ddp = self._ddp()
-        return {} if ddp is None else {name: one.shape for name, one in parameters_of(ddp).items()}
-
-    def _new_sharder(self, program: Runs, ddp: DistributedDataParallel) -> Sharder | None:
-        if not isinstance(program, ZeRO):
-            return None
-        (optimizer,) = [one for reference in self._optimizers if (one := reference()) is not None]
-        communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
-        communicator.open()
-        return Sharder(program, ddp, parameters_of(ddp), optimizer, communicator, self._bridge.engine)
-
-    def _new_averager(self, program: Runs, ddp: DistributedDataParallel) -> Averager | None:
-        if not isinstance(program, Averaging):
-            return None
-        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
-        exceptions = {}
-        if isinstance(program, DiLoCo):
-            exceptions = exceptions_of(self._rules, program.program, shapes)
-        communicator = Communicator(ddp.process_group, self._bridge.communicator.limit)
-        communicator.open()
+    @contextlib.contextmanager
+    def _all_or_none(self, topic: str) -> Iterator[dict[str, str]]:
+        """Read a state on all ranks: what one of them refuses, or finds to differ, all refuse."""
+        communicator, agreed = self._bridge.communicator, dict[str, str]()
         try:
-            return Averager(
-                program,
-                ddp,
-                parameters_of(ddp),
-                optimizers,
-                communicator,
-                self._bridge.engine.meter,
-                self._memory.scoped(MODELS),
-                self._check_every,
-                exceptions,
-                Models(self._auditor, self._fall_back),
-            )
-        except BaseException:
-            communicator.close()
+            with readable():
+                yield agreed
+        except StateError as error:
+            decline(str(error), communicator.meeting, topic)
             raise
+        agree_on(agreed, communicator.meeting, communicator.limit, topic)
+
+    def _known(self) -> list[Runs]:
+        """What this wire may have been running when it was saved: stages, and what audits fall back to."""
+        stages = [self._program] if self._schedule is None else list(self._schedule.stages.values())
+        fallback = self._auditor.on_excess
+        return (
+            stages
+            if isinstance(fallback, str)
+            else [*(with_program(one, fallback) for one in stages), *stages]
+        )
+
+    def _resume(self, ddp: DistributedDataParallel, runs: Runs, averager: Averager | None) -> None:
+        """Run what was running, without bringing models together as a swap does."""
+        if runs is self._program:
+            return
+        if self._averager is not None:
+            self._averager.close()
+        if self._schedule is not None and runs not in self._schedule.stages.values():
+            self._schedule = None
+        self._program, self._averager = runs, averager
+        self._start(ddp)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         engine, averager = self._bridge.engine, self._averager

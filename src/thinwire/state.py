@@ -1,72 +1,115 @@
 """A wire's saved state: whether it fits, and what all ranks' states become for another number of ranks."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from thinwire.averaging.saved import cloned
+from thinwire.averaging.saved import check_count, check_tensor, cloned
 from thinwire.errors import StateError
-from thinwire.programs.memory import MODELS_RESIDUAL, RESIDUAL
+from thinwire.programs.memory import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory
+from thinwire.ranked import choose, rank_key
+from thinwire.sharding.state import copied
+from thinwire.wire.pack import real_numbers
 
-FORMAT = 1
-_KEYS = {"format", "program", "step", "rank", "world_size", "memory"}
+FORMAT = 2
+_KEYS = {"format", "program", "step", "rank", "world_size", "buckets", "scale", "memory"}
+_SIZED = re.compile(r"(?:.*: )?q (\d{1,9})x(\d{1,9})")
+"""PowerSGD's factors, whose slots are named by their shape."""
 
 
-def own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
-    """The state that a rank goes on from, checked: its own, or what becomes of all ranks' states.
-
-    Raises StateError where it does not fit.
-    """
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Whatever a damaged state makes the reading of it raise is a StateError."""
     try:
-        return _own_state(state, program, rank, world_size)
+        yield
     except StateError:
         raise
-    except Exception as error:  # of whatever a damaged file holds
+    except Exception as error:
         raise StateError(
             f"the state cannot be read ({type(error).__name__}: {error}): it is damaged, or was not saved by"
             " wire.state_dict()"
         ) from error
 
 
-def _own_state(state: object, program: str, rank: int, world_size: int) -> dict[str, Any]:
-    if state and isinstance(state, Sequence) and not isinstance(state, str):
-        states = [_checked(one, program) for one in state]
-        found = sorted((one["rank"], one["world_size"]) for one in states)
-        if found != [(each, len(found)) for each in range(len(found))]:
-            raise StateError(
-                f"the states are those of the ranks {[each for each, _ in found]}: give all that one job"
-                " saved, each rank's once"
-            )
-        if len(states) != world_size:
-            return _merged(states)
-        state = next(one for one in states if one["rank"] == rank)
-    own = _checked(state, program)
-    if (own["rank"], own["world_size"]) != (rank, world_size):
-        raise StateError(
-            f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {rank} of"
-            f" {world_size}: residuals are each rank's own, so each loads what it saved itself. After a"
-            " change of the number of ranks, give every rank the list of all that were saved"
-        )
-    return own
+def ranked(inner: dict[str, Any]) -> dict[str, Any]:
+    """The state under its rank's key, with its tensors on the CPU: other ranks may not have this device."""
+    return {rank_key(inner["rank"], inner["world_size"]): (copied(inner, torch.Tensor.cpu),)}
 
 
-def _checked(state: object, program: str) -> dict[str, Any]:
+def own_state(state: object, programs: Sequence[str], rank: int, world_size: int) -> dict[str, Any]:
+    """The state that a rank goes on from, checked: its own, or what becomes of all ranks' states.
+
+    Raises StateError where it does not fit.
+    """
+    saved_size, found = choose(state, rank, world_size)
+    states = [_checked(one, programs, (each, saved_size)) for each, one in found.items()]
+    return states[0] if saved_size == world_size else _merged(states)
+
+
+def _checked(state: object, programs: Sequence[str], place: tuple[int, int]) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not set(state) >= _KEYS:
         raise StateError("this is no state of a thinwire wire: it needs what wire.state_dict() returns")
     if state["format"] != FORMAT:
         raise StateError(
             f"format {state['format']!r} is not {FORMAT}: the state was written by another version"
         )
-    if state["program"] != program:
+    if state["program"] not in programs:
         raise StateError(
-            f"the state belongs to {state['program']}, but {program} is running: attach the saved program,"
-            " load, and swap afterwards"
+            f"the state belongs to {state['program']}, but {programs[-1]} is running: attach the saved"
+            " program, load, and swap afterwards"
         )
     for key in ("step", "rank", "world_size"):
-        if not isinstance(state[key], int) or state[key] < 0:
-            raise StateError(f"{key}={state[key]!r} must be a whole number from 0 on")
+        check_count(key, state[key])
+    groups = state["buckets"]
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise StateError(f"buckets must be lists of names, not {groups!r}")
+    scale = state["scale"]
+    if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
+        raise StateError(f"scale={scale!r} must be a positive number, or None: a GradScaler's")
+    for key in ("averaging", "sharding"):
+        if not isinstance(state.get(key), dict | None):
+            raise StateError(f"{key} is a {type(state[key]).__name__}: it must be a dict, or None")
+    if (state["rank"], state["world_size"]) != place:
+        raise StateError(
+            f"what stands under {rank_key(*place)!r} was saved by rank {state['rank']} of"
+            f" {state['world_size']}: states were mixed up, load what each rank saved itself"
+        )
     return dict(state)
+
+
+def memory_for(parameters: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> Memory:
+    """What programs remembered of these parameters, checked, and where they are; StateError if unfit."""
+    memory, state = Memory(), own["memory"]
+    memory.scale = own["scale"]
+    memory.load_state_dict(state, {name: one.shape for name, one in parameters.items()})
+    for name, slots in state.items():
+        for key, tensor in slots.items():
+            _check_slot(f"{key!r} of {name}", str(key), tensor, parameters[name])
+            memory.put(name, str(key), tensor.detach().to(parameters[name].device, copy=True))
+    return memory
+
+
+def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    """What we know of a slot by its key: residuals and PowerSGD's factors; programs may have others."""
+    residual, sized = key.rpartition(": ")[2] == RESIDUAL, _SIZED.fullmatch(key)
+    check_tensor(what, tensor, finite=residual or sized is not None)
+    real = real_numbers(parameter)
+    if residual and not tensor.is_floating_point():
+        raise StateError(f"the saved {what} is {tensor.dtype}: what was not sent yet is no such number")
+    if key in (RESIDUAL, MODELS_RESIDUAL) and tensor.shape != real.shape:
+        raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
+    if sized is not None:
+        models = key.startswith(f"{MODELS}: ")
+        dtype = torch.promote_types(real.dtype, torch.float32) if models else real.dtype
+        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype != dtype:
+            raise StateError(
+                f"the saved {what} has shape {tuple(tensor.shape)} and {tensor.dtype}, not what its name"
+                f" says and {dtype}: the state is damaged, or of a model of another dtype"
+            )
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -79,7 +122,12 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(steps) > 1:
         raise StateError(f"the states are of the steps {steps}: give those that were saved together")
     first = min(states, key=lambda state: int(state["rank"]))
-    whole = {**first, "memory": _merged_memory([state["memory"] for state in states])}
+    if len({state["program"] for state in states}) > 1:
+        raise StateError("the states are of different programs: give those that were saved together")
+    scales = [state["scale"] for state in states]
+    if len(set(scales)) > 1:
+        raise StateError(f"the states are in the units of different GradScalers' scales, {scales}")
+    whole = {**first, "buckets": [], "memory": _merged_memory([state["memory"] for state in states])}
     if first.get("averaging") is not None:
         whole["averaging"] = _merged_averaging([state.get("averaging") for state in states])
     if first.get("sharding") is not None:

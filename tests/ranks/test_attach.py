@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import Staged, batch, flat_gradients, mlp
+from tests.models import Staged, batch, changed, flat_gradients, mlp, own
 
 TINY_BUCKETS = 0.002
 
@@ -221,24 +221,26 @@ def states(rank: int, world_size: int) -> None:
     resumed = thinwire.attach(fresh, Staged())
     resumed.load_state_dict(saved)
     assert resumed.step == 3
-    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 3
+    assert own(resumed.state_dict())["memory"]["0.weight"]["steps"].item() == 3
     backward(fresh, rank, 3)
     assert resumed.step == 4
-    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 4
-    assert resumed.state_dict()["memory"].keys() == saved["memory"].keys()
+    assert own(resumed.state_dict())["memory"]["0.weight"]["steps"].item() == 4
+    assert own(resumed.state_dict())["memory"].keys() == own(saved)["memory"].keys()
 
     for broken, said in (
         ({}, "no state of a thinwire wire"),
         ([], "no state of a thinwire wire"),
-        ({**saved, "format": 99}, "format 99 is not 1"),
-        ({**saved, "program": "PowerSGD(rank=4)"}, "belongs to PowerSGD"),
-        ({**saved, "step": -1}, "step=-1 must be a whole number"),
-        ({**saved, "memory": {"other": {}}}, "has not: other"),
+        (changed(saved, format=99), "format 99 is not 2"),
+        (own(saved), "format 2 is not rank by rank"),
+        (changed(saved, rank=1 - rank), "states were mixed up"),
+        (changed(saved, program="PowerSGD(rank=4)"), "belongs to PowerSGD"),
+        (changed(saved, step=-1), "step=-1 must be a whole number"),
+        (changed(saved, memory={"other": {}}), "has not: other"),
     ):
         with pytest.raises(thinwire.StateError, match=said):
             resumed.load_state_dict(broken)
     assert resumed.step == 4
-    assert resumed.state_dict()["memory"]["0.weight"]["steps"].item() == 4
+    assert own(resumed.state_dict())["memory"]["0.weight"]["steps"].item() == 4
 
 
 def test_state_survives_save_load_and_another_bucket_layout() -> None:
@@ -250,7 +252,7 @@ def different_states(rank: int, world_size: int, how: str) -> str:
     wire = thinwire.attach(ddp, Staged())
     state = wire.state_dict()
     if rank == 1:
-        state["step" if how == "step" else "format"] = 5
+        state = changed(state, **{"step" if how == "step" else "format": 5})
     try:
         wire.load_state_dict(state)
     except thinwire.ThinwireError as error:
@@ -266,7 +268,7 @@ def test_states_of_different_steps_are_refused() -> None:
 
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     first, second = run_ranks(different_states, 2, "format")
-    assert "MismatchError: rank 1 refused: format 5 is not 1" in first
+    assert "MismatchError: rank 1 refused: format 5 is not 2" in first
     assert "StateError: format 5 is not 1" in second
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp
+from tests.models import batch, flat_parameters, mlp, own
 from thinwire import DiLoCo, Exact, Int4, Int8, LocalSGD
 from thinwire.averaging.saved import cloned
 
@@ -132,7 +132,7 @@ def errors(rank: int) -> None:
         except ValueError as error:
             assert str(error) == "bad batch"  # noqa: PT017 - on one rank, once
     wire.finalize()
-    assert wire.state_dict()["averaging"]["step"] == 5
+    assert own(wire.state_dict())["averaging"]["step"] == 5
     assert same_everywhere(ddp)
 
 
@@ -150,7 +150,7 @@ def interrupted(rank: int) -> None:
         wire._averager._engine.settle = interrupt
         with pytest.raises(KeyboardInterrupt):
             step(ddp, optimizer, rank, 1)
-        assert len(wire.state_dict()["averaging"]["in_flight"]) == 1
+        assert len(own(wire.state_dict())["averaging"]["in_flight"]) == 1
     else:
         step(ddp, optimizer, rank, 1)
     for number in range(2, 5):
@@ -175,7 +175,7 @@ def kept_over_swaps(rank: int) -> None:
     ddp, optimizer, wire = attached(DiLoCo(2, program=Int4()))
     for number in range(4):
         step(ddp, optimizer, rank, number)
-    before = wire.state_dict()["memory"]["0.weight"]["models: residual"]
+    before = own(wire.state_dict())["memory"]["0.weight"]["models: residual"]
     assert before.abs().max() > 0
     assert not ddp.broadcast_buffers
     wire.swap(LocalSGD(2))
@@ -183,7 +183,7 @@ def kept_over_swaps(rank: int) -> None:
     assert ddp.broadcast_buffers, "as it was"
     step(ddp, optimizer, rank, 4)
     wire.swap(DiLoCo(2, program=Int4()))
-    assert torch.equal(wire.state_dict()["memory"]["0.weight"]["models: residual"], before)
+    assert torch.equal(own(wire.state_dict())["memory"]["0.weight"]["models: residual"], before)
 
 
 def evaluations(rank: int) -> None:

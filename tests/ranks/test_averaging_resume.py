@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters
+from tests.models import batch, changed, flat_parameters, own
 from thinwire import DiLoCo, ErrorFeedback, Hierarchical, Int4, LocalSGD, Quantize, TwoShot
 from thinwire.averaging.policy import Averaging
 
@@ -54,8 +54,8 @@ class Job:
 
     def result(self) -> torch.Tensor:
         """All that training leads to: this rank's model, and what all agree on."""
-        own = [*self.ddp.module.parameters(), *self.ddp.module.buffers()]
-        before = torch.cat([tensor.detach().flatten().double() for tensor in own])
+        held = [*self.ddp.module.parameters(), *self.ddp.module.buffers()]
+        before = torch.cat([tensor.detach().flatten().double() for tensor in held])
         self.wire.finalize()
         return torch.cat([before, flat_parameters(self.ddp.module).double()])
 
@@ -99,9 +99,9 @@ def load_elsewhere(
     states = [torch.load(io.BytesIO(saved), weights_only=True) for saved in saves]
     job.ddp.module.load_state_dict(states[0][0])
     job.optimizer.load_state_dict(states[rank % len(states)][1])
-    with pytest.raises(thinwire.StateError, match="give every rank the list of all that were saved"):
+    with pytest.raises(thinwire.StateError, match="give every rank the states of all that saved"):
         job.wire.load_state_dict(states[0][3])
-    with pytest.raises(thinwire.StateError, match="give all that one job saved"):
+    with pytest.raises(thinwire.StateError, match="After a change of the number of ranks"):
         job.wire.load_state_dict([state[3] for state in states[1:]])
     job.wire.load_state_dict([state[3] for state in states])
     state, at_first = job.wire.state_dict(), flat_parameters(job.ddp.module)
@@ -118,21 +118,21 @@ def test_at_another_world_size_nothing_is_lost(
 ) -> None:
     saved = run_ranks(save, worlds[0], policy, steps)
     resumed = run_ranks(load_elsewhere, worlds[1], policy, [one[0] for one in saved], steps)
-    states = [one[1]["averaging"] for one in saved]
+    states = [own(one[1])["averaging"] for one in saved]
     mean = torch.stack([one[2] for one in saved]).mean(0)
     for state, at_first, at_last in resumed:
         torch.testing.assert_close(at_first, mean)
-        own = state["averaging"]
-        assert own["step"] == steps
+        mine = own(state)["averaging"]
+        assert mine["step"] == steps
         key = "models: residual"
-        for name, slots in saved[0][1]["memory"].items():
-            owed = sum(one[1]["memory"][name][key] for one in saved) / len(saved)
+        for name, slots in own(saved[0][1])["memory"].items():
+            owed = sum(own(one[1])["memory"][name][key] for one in saved) / len(saved)
             assert slots[key].abs().max() > 0
-            torch.testing.assert_close(state["memory"][name][key], owed)
+            torch.testing.assert_close(own(state)["memory"][name][key], owed)
         if states[0]["outer"] is not None:
             for name, anchor in states[0]["outer"]["anchors"].items():
-                assert torch.equal(own["outer"]["anchors"][name], anchor)
-            assert [one["due"] for one in own["in_flight"]] == [one["due"] for one in states[0]["in_flight"]]
+                assert torch.equal(mine["outer"]["anchors"][name], anchor)
+            assert [one["due"] for one in mine["in_flight"]] == [one["due"] for one in states[0]["in_flight"]]
         assert torch.equal(at_last, resumed[0][2]), "ranks differ"
 
 
@@ -140,7 +140,7 @@ def unfit(rank: int, world_size: int) -> None:
     job = Job(DiLoCo(4, fragments=2, overlap=1, program=Int4()))
     job.train(rank, 0, 2)
     good = job.wire.state_dict()
-    averaging = good["averaging"]
+    averaging = own(good)["averaging"]
     assert averaging["in_flight"], "something must be under way for this test to mean anything"
     flight = averaging["in_flight"][0]
     before = flat_parameters(job.ddp.module)
@@ -168,12 +168,12 @@ def unfit(rank: int, world_size: int) -> None:
         ({**averaging, "in_flight": [{**flight, "means": {}}]}, "the state's means are not this model's"),
     ]:
         with pytest.raises(thinwire.StateError, match=said):
-            job.wire.load_state_dict({**good, "averaging": broken})
+            job.wire.load_state_dict(changed(good, averaging=broken))
     assert torch.equal(flat_parameters(job.ddp.module), before)
-    assert job.wire.state_dict()["averaging"]["step"] == 2
+    assert own(job.wire.state_dict())["averaging"]["step"] == 2
     job.wire.load_state_dict(good)
     with pytest.raises(thinwire.StateError, match="the state belongs to LocalSGD"):
-        job.wire.load_state_dict({**good, "program": "LocalSGD(period=3)"})
+        job.wire.load_state_dict(changed(good, program="LocalSGD(period=3)"))
 
 
 def test_states_that_do_not_fit_change_nothing() -> None:

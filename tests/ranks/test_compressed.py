@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_gradients, flat_parameters, mlp
+from tests.models import batch, flat_gradients, flat_parameters, mlp, own
 from thinwire.ddp_comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
@@ -78,7 +78,7 @@ def across_nodes(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor
         flat_gradients(exact.module),
         flat_gradients(wired.module),
         last.bytes_sent,
-        wire.state_dict()["memory"]["0.weight"],
+        own(wire.state_dict())["memory"]["0.weight"],
     )
 
 
@@ -132,7 +132,7 @@ def reloaded(rank: int, world_size: int) -> None:
         wire.load_state_dict(states[1 - rank])
     wire.load_state_dict(states[rank])
     with pytest.raises((thinwire.StateError, thinwire.MismatchError), match=r"rank . of 3, and this is rank"):
-        wire.load_state_dict({**states[rank], "world_size": 3})
+        wire.load_state_dict({f"rank {rank} of 3": (own(states[rank]),)})
 
 
 def test_the_residuals_of_another_rank_are_refused() -> None:
@@ -172,13 +172,13 @@ def overflowing(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     ddp = DDP(mlp(), bucket_cap_mb=100)
     wire = thinwire.attach(ddp, thinwire.Int4())
     ddp(batch(rank, 0)).square().mean().backward()
-    before = wire.state_dict()["memory"]
+    before = own(wire.state_dict())["memory"]
     poisoned = batch(rank, 1)
     poisoned[0, 0] = math.inf if rank == 1 else 1.0
     ddp.zero_grad()
     ddp(poisoned).square().mean().backward()
     bad = not flat_gradients(ddp.module).isfinite().any()
-    after = wire.state_dict()["memory"]
+    after = own(wire.state_dict())["memory"]
     same = all(torch.equal(before[name]["residual"], after[name]["residual"]) for name in before)
     ddp.zero_grad()
     ddp(batch(rank, 2)).square().mean().backward()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_gradients, flat_parameters, mlp
+from tests.models import batch, flat_gradients, flat_parameters, mlp, own
 from thinwire.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
@@ -128,7 +128,7 @@ def overflowing(rank: int, world_size: int) -> tuple[bool, bool]:
     bad = not flat_gradients(ddp.module).isfinite().any()
     step_of(ddp, rank, 4)
     finite = flat_gradients(ddp.module).isfinite().all()
-    memory = wire.state_dict()["memory"]
+    memory = own(wire.state_dict())["memory"]
     return bad, bool(finite and all(t.isfinite().all() for slots in memory.values() for t in slots.values()))
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp
+from tests.models import batch, flat_parameters, mlp, own
 from thinwire import BF16, Exact, Int8, ZeRO
 from thinwire.telemetry.watch import as_row
 
@@ -246,10 +246,10 @@ def resume(rank: int, world_size: int, files: bytes, steps: int) -> tuple[torch.
     else:
         optimizer.load_state_dict(thinwire.merge_optimizer_states([one[1][0] for one in saved]))
     wire.load_state_dict([one[2] for one in saved])
-    kept = wire.state_dict()["sharding"]["masters"]
+    kept = own(wire.state_dict())["sharding"]["masters"]
     assert kept
     assert all(
-        torch.equal(kept[name], one[2]["sharding"]["masters"].get(name, kept[name]))
+        torch.equal(kept[name], own(one[2])["sharding"]["masters"].get(name, kept[name]))
         for one in saved
         for name in kept
     )

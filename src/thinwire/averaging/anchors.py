@@ -60,18 +60,33 @@ class Anchors:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; call it on new anchors, so that one that does not fit changes nothing."""
-        try:
-            check_tensors("anchor", state["anchors"], self._anchors)
-            self.move_to(state["anchors"])
-            for outer, saved in zip(self._outers, state["outer"], strict=True):
-                outer.load_state_dict(cloned(saved))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(
-                f"the state's anchors or outer optimizer do not fit ({type(error).__name__}: {error}): it was"
-                " saved from another model, or with another outer optimizer"
-            ) from error
+        check_tensors("anchor", state["anchors"], self._anchors)
+        self.move_to(state["anchors"])
+        for outer, saved in zip(self._outers, state["outer"], strict=True):
+            outer.load_state_dict(cloned(saved))
+
+    def rehearse(self) -> None:
+        """Step once, on gradients of nothing: what the outer optimizers' state does, only they know."""
+        for number, names in enumerate(self.fragments):
+            self.step(number, {name: torch.zeros_like(self[name]) for name in names})
+        check_tensors("anchor", {name: self[name] for name in self._anchors}, self._anchors)
+
+
+def restored(make: Callable[[], Anchors], state: Mapping[str, Any]) -> Anchors:
+    """New anchors with a saved state, which was tried on others first; StateError where it does not fit."""
+    try:
+        trial, anchors = make(), make()
+        trial.load_state_dict(state)
+        trial.rehearse()
+        anchors.load_state_dict(state)
+    except StateError:
+        raise
+    except Exception as error:  # of an optimizer that is not ours
+        raise StateError(
+            f"the state's anchors or outer optimizer do not fit ({type(error).__name__}: {error}): it was"
+            " saved from another model, or with another outer optimizer"
+        ) from error
+    return anchors
 
 
 def split_evenly(sizes: Mapping[str, int], count: int) -> list[list[str]]:

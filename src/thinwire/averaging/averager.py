@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.averaging.anchors import Anchors, split_evenly
+from thinwire.averaging.anchors import Anchors, restored, split_evenly
 from thinwire.averaging.beside import mean_of_states, one_state, reset_states, share_buffers
 from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.exchange import Exchange
@@ -18,7 +18,7 @@ from thinwire.averaging.gradients import Alone, Within
 from thinwire.averaging.groups import members_of
 from thinwire.averaging.policy import Average, Averaging
 from thinwire.averaging.rounds import Rounds
-from thinwire.averaging.saved import checked, cloned
+from thinwire.averaging.saved import checked, cloned, means_like
 from thinwire.errors import AttachError, DivergedError, StateError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.audit import Findings
@@ -179,8 +179,9 @@ class Averager:
 
     def prepare(self, state: object) -> Callable[[], None]:
         """Check a saved state; what is returned takes it over. StateError, and nothing changed, if unfit."""
-        saved = checked(state, self._parameters, self._buffers(), self._fragments)
+        saved = checked(state, self._parameters, self._buffers(), self._fragments, self._policy.warmup_steps)
         anchors = self._saved_anchors(saved)
+        under_way = [means_like(self._parameters, one["means"]) for one in saved["in_flight"]]
 
         def take_over() -> None:
             self.step, self._apart = saved["step"], saved["apart"]
@@ -193,8 +194,8 @@ class Averager:
                 for name, tensor in saved["buffers"].items():
                     self._buffers()[name].copy_(tensor)
             self._in_flight = [
-                kept(one["fragment"], one["due"], self._everybody, cloned(one["means"]))
-                for one in saved["in_flight"]
+                kept(one["fragment"], one["due"], self._everybody, means)
+                for one, means in zip(saved["in_flight"], under_way, strict=True)
             ]
             self._set_broadcasts()
 
@@ -203,7 +204,7 @@ class Averager:
     def _saved_anchors(self, saved: Mapping[str, Any]) -> Anchors | None:
         since, outer = saved["step"] - self._policy.warmup_steps, saved["outer"]
         overlap = self._policy.overlap if isinstance(self._policy, DiLoCo) else 0
-        if any(not 0 <= flight["due"] - since <= overlap for flight in saved["in_flight"]):
+        if any(since <= 0 or not 0 <= one["due"] - since <= overlap for one in saved["in_flight"]):
             raise StateError(f"an average under way is not due within {overlap} steps of step {since}")
         if outer is None:
             if isinstance(self._policy, DiLoCo) and since > 0:
@@ -211,9 +212,7 @@ class Averager:
             return None
         if not isinstance(self._policy, DiLoCo):
             raise StateError("the state has anchors, which only DiLoCo keeps")
-        anchors = self._new_anchors()
-        anchors.load_state_dict(outer)
-        return anchors
+        return restored(self._new_anchors, outer)
 
     def begin(self) -> None:
         """A forward: parameters are what all ranks have, unless some steps were taken already."""

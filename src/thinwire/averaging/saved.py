@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
+from thinwire.codecs.codec import is_whole
 from thinwire.errors import StateError
+from thinwire.programs.overflow import all_finite
 
+MOST = 1 << 48
+"""No job counts so far; larger numbers do not fit where steps become seeds."""
 _KEYS = {"step", "apart", "used", "whole", "parameters", "buffers", "outer", "in_flight"}
 
 
@@ -26,6 +30,7 @@ def checked(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     fragments: Sequence[Sequence[str]],
+    warmup_steps: int,
 ) -> dict[str, Any]:
     """The state, if it fits the model."""
     if not isinstance(state, dict) or set(state) != _KEYS:
@@ -34,14 +39,12 @@ def checked(
             " averages models"
         )
     for key in ("step", "used", "whole"):
-        if not isinstance(state[key], int) or state[key] < 0:
-            raise StateError(f"averaging {key}={state[key]!r} must be a whole number from 0 on")
+        check_count(f"averaging {key}", state[key])
     if not isinstance(state["apart"], bool):
         raise StateError(f"averaging apart={state['apart']!r} must be True or False")
-    for what, tensors in (("parameter", parameters), ("buffer", buffers)):
-        saved = state[f"{what}s"]
-        if not isinstance(saved, dict) or saved:
-            check_tensors(what, saved, tensors)
+    if state["step"] >= warmup_steps or state["parameters"] or state["buffers"]:
+        check_tensors("parameter", state["parameters"], parameters)
+        check_tensors("buffer", state["buffers"], buffers, finite=False)  # masks hold -inf
     if not isinstance(state["in_flight"], list):
         raise StateError("averaging in_flight must be a list of averages under way")
     for flight in state["in_flight"]:
@@ -49,7 +52,28 @@ def checked(
     return state
 
 
-def check_tensors(what: str, saved: object, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_count(what: str, value: object) -> None:
+    """Refuse what cannot have been counted."""
+    if not is_whole(value) or not 0 <= value < MOST:
+        raise StateError(f"{what}={value!r} must be a whole number from 0 on, below 2**48")
+
+
+def check_tensor(what: str, tensor: object, *, finite: bool = True) -> None:
+    """Refuse what is no ordinary tensor, and numbers that would spread to the whole model."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+    ):
+        raise StateError(f"the saved {what} is a {type(tensor).__name__} that is no dense tensor")
+    if finite and (tensor.is_floating_point() or tensor.is_complex()) and not all_finite(tensor):
+        raise StateError(f"the saved {what} holds inf or NaN: go back to an earlier checkpoint")
+
+
+def check_tensors(
+    what: str, saved: object, tensors: Mapping[str, torch.Tensor], *, finite: bool = True
+) -> None:
     """Refuse tensors that are not named and shaped as those that they shall go to."""
     if not isinstance(saved, dict) or set(saved) != set(tensors):
         raise StateError(f"the state's {what}s are not this model's: it was saved from another one")
@@ -60,8 +84,24 @@ def check_tensors(what: str, saved: object, tensors: Mapping[str, torch.Tensor])
                 f"the saved {what} {name} has shape {shape}, the model's {tuple(tensors[name].shape)}: the"
                 " state was saved from another model"
             )
-        if tensor.is_complex() != tensors[name].is_complex():
+        check_tensor(f"{what} {name}", tensor, finite=finite)
+        if _kind(tensor) != _kind(tensors[name]):
             raise StateError(f"the saved {what} {name} is {tensor.dtype}, the model's {tensors[name].dtype}")
+
+
+def means_like(
+    parameters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies of saved means, where and as precise as an exchange of these parameters leaves them."""
+    made = {}
+    for name, mean in saved.items():
+        precise = torch.promote_types(parameters[name].dtype, torch.float32)
+        made[name] = mean.detach().to(parameters[name].device, precise, copy=True)
+    return made
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _check_flight(
@@ -69,7 +109,8 @@ def _check_flight(
 ) -> None:
     if not isinstance(flight, dict) or set(flight) != {"fragment", "due", "means"}:
         raise StateError("an average under way must have fragment, due and means")
-    if not isinstance(flight["due"], int) or flight["fragment"] not in range(len(fragments)):
+    whole = is_whole(flight["due"]) and is_whole(flight["fragment"])
+    if not whole or flight["fragment"] not in range(len(fragments)):
         raise StateError(
             f"an average under way is of fragment {flight['fragment']!r}, due {flight['due']!r}: the state"
             " was saved with other fragments"

@@ -168,11 +168,18 @@ class Sharder:
             raise StateError("the state has nothing under 'sharding': it was not saved from a wire with ZeRO")
         for name, master in masters.items():
             fits = name in self._parameters and isinstance(master, torch.Tensor)
-            if not fits or master.shape != self._parameters[name].shape:
+            if not fits or master.shape != self._parameters[name].shape or not master.is_floating_point():
                 raise StateError(f"the saved master of {name} does not fit this model's parameter")
+            if master.layout != torch.strided or not all_finite(master):
+                raise StateError(f"the saved master of {name} holds inf or NaN: go back to an earlier one")
+        mine = {
+            name: masters[name].detach().to(own.device, own.dtype, copy=True)
+            for name, own in self._own.items()
+            if name in masters
+        }
 
         def take_over() -> None:
-            self._masters = {name: one.detach().clone() for name, one in masters.items() if name in self._own}
+            self._masters = mine
 
         return take_over
 

@@ -151,7 +151,8 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One optimizer state from those of all ranks under `ZeRO`, each with the parameters that it owns.
 
-    Load it on any number of ranks: each keeps what it owns there.
+    Load it on any number of ranks: each keeps what it owns there. Where every rank has state of its own for
+    all parameters, as with averaged models, the last one's is taken.
 
     Example::
 
