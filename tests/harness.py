@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# On some virtual machines AMX, which oneDNN takes for bf16, is an illegal instruction in a forked process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 _context = multiprocessing.get_context("forkserver")
 # DDP imports dynamo when the first model is wrapped, and torch compiles its optimizers when they are
 # imported: each takes longer than most tests.

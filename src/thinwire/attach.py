@@ -99,13 +99,13 @@ def attach(
         optimizers = optimizers_of(optimizer, ddp)
         rules = checked_rules(rules)
         check_used(rules, {name: one.shape for name, one in parameters_of(ddp).items()})
-        auditor = Auditor(audit_every, max_error, on_excess, history)
         for stage in stages_of(program):
             check_program(stage, ddp, optimizers)
             check_audits(stage, audit_every)
         check_skipping(skip_overflows, optimizers)
         check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         check_at_least("history", history, 1, "stats() shows the latest steps")
+        auditor = Auditor(audit_every, max_error, on_excess, history)
         limit = time_limit_of(timeout)
         check_scaler(scaler)
     except ThinwireError as error:

@@ -4,10 +4,13 @@ A residual is in the units of the gradients it came from, and a scaler changes t
 """
 
 import gc
+import logging
 import weakref
 
 import torch
 from torch.amp import GradScaler
+
+logger = logging.getLogger("thinwire")
 
 
 def living_scalers() -> list[GradScaler]:
@@ -32,6 +35,12 @@ class Scales:
         if scaler is None and (after_overflow or not self._looked):
             self._looked = True
             found = living_scalers()
+            if len(found) > 1:
+                logger.warning(
+                    "%d GradScalers are in use: give this model's own, attach(..., scaler=scaler), so that"
+                    " residuals follow its scale",
+                    len(found),
+                )
             scaler = found[0] if len(found) == 1 else None
             self._scaler = None if scaler is None else weakref.ref(scaler)
         if scaler is None or scaler._scale is None:

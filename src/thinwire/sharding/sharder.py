@@ -97,6 +97,7 @@ class Sharder:
         """Look what gradients are left of a backward that no step has followed."""
         if torch.is_grad_enabled():
             self._left = [gradient for gradient in self._gradients() if self._delivered and gradient.any()]
+            self._delivered = bool(self._left)  # a step that was left out leaves none behind
 
     def before_backward(self) -> None:
         """Refuse to add to means that only their owners hold: of those, only a part would count."""
