@@ -269,7 +269,7 @@ def test_states_of_different_steps_are_refused() -> None:
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     first, second = run_ranks(different_states, 2, "format")
     assert "MismatchError: rank 1 refused: format 5 is not 2" in first
-    assert "StateError: format 5 is not 1" in second
+    assert "StateError: format 5 is not 2" in second
 
 
 def during_backward(rank: int, world_size: int) -> str:
