@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.saved import check_count, check_tensor, cloned
+from thinwire.averaging.saved import cloned
 from thinwire.errors import StateError
 from thinwire.programs.memory import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory
+from thinwire.programs.sound import check_count, check_tensor
 from thinwire.ranked import choose, rank_key
 from thinwire.sharding.state import copied
 from thinwire.wire.pack import real_numbers

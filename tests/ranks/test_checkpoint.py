@@ -141,6 +141,8 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
         read_states(f"{folder}/nowhere")
     with pytest.raises(thinwire.StateError, match=r"no states by rank under 'wires', it has model, wire:"):
         read_states(f"{folder}/here", "wires")
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    assert list(PerRank(Counter(), group=alone).state_dict()) == ["rank 0 of 1"]
     dist.barrier()
     if rank == 0:
         for file in Path(folder, "here").glob("*.distcp"):

@@ -79,7 +79,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, *, detour: bool) -> torch.Tensor:
         hidden = self.norm(torch.tanh(self.first(x)))
-        return self.last(torch.tanh(self.optional(hidden)) if detour else hidden)
+        out: torch.Tensor = self.last(torch.tanh(self.optional(hidden)) if detour else hidden)
+        return out
 
 
 class Job:

@@ -1,13 +1,17 @@
 """What the documentation shows is run here."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from tests.harness import run_ranks
+from tests.models import batch, flat_parameters, mlp
 from thinwire.testing import check_codec
 from thinwire.wire.simulate import simulate
 
@@ -54,6 +58,52 @@ def test_the_simulation_example_prints_what_it_says(capsys: pytest.CaptureFixtur
     block = python_blocks("docs/programs.md")[1]
     exec(block, {"torch": torch, "thinwire": thinwire})
     assert capsys.readouterr().out == "tensor([3.5000, 3.5000, 3.5000, 3.5000, 3.5000, 3.5000])\n"
+
+
+def checkpointed(rank: int, world_size: int, folder: str) -> None:
+    names: dict[str, Any] = {}
+    for block in python_blocks("docs/checkpoints.md"):
+        exec(block, names)
+
+    def job() -> tuple[Any, Any, Any]:
+        ddp = DDP(mlp(width=8, layers=2))
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        wire = thinwire.attach(ddp, thinwire.LocalSGD(4), optimizer=optimizer)
+        return ddp, optimizer, wire
+
+    def train(job: tuple[Any, Any, Any], begin: int, end: int) -> torch.Tensor:
+        ddp, optimizer, _ = job
+        for step in range(begin, end):
+            optimizer.zero_grad()
+            ddp(batch(rank, step, width=8)).square().mean().backward()
+            optimizer.step()
+        return flat_parameters(ddp.module)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of checkpoints
+        saved = job()
+        train(saved, 0, 3)
+        names["save"](folder, *saved)
+        names["save_together"](f"{folder}/together", *saved)
+        later = names["save_meanwhile"](f"{folder}/meanwhile", *saved)
+        expected = train(saved, 3, 6)
+        later.result()
+        for load, place in (
+            ("load", folder),
+            ("load_together", f"{folder}/together"),
+            ("load_together", f"{folder}/meanwhile"),
+            ("load_anyhow", f"{folder}/together"),
+        ):
+            again = job()
+            names[load](place, *again)
+            assert torch.equal(train(again, 3, 6), expected), (load, place)
+        again = job()
+        names["load_files_anyhow"](folder, world_size, *again)
+        assert again[2].step == 3
+
+
+def test_the_checkpoint_examples_bring_every_rank_back(tmp_path: Path) -> None:
+    assert run_ranks(checkpointed, 2, str(tmp_path)) == [None, None]
 
 
 def test_the_readmes_own_program_is_the_examples() -> None:

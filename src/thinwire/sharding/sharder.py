@@ -14,6 +14,7 @@ from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
 from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.sound import check_tensor
 from thinwire.sharding.assignment import owners
 from thinwire.sharding.clip import Scale, compare_factors, norm_of, total_norm
 from thinwire.sharding.collect import collect
@@ -168,11 +169,10 @@ class Sharder:
         if not isinstance(masters, dict):
             raise StateError("the state has nothing under 'sharding': it was not saved from a wire with ZeRO")
         for name, master in masters.items():
-            fits = name in self._parameters and isinstance(master, torch.Tensor)
-            if not fits or master.shape != self._parameters[name].shape or not master.is_floating_point():
+            check_tensor(f"master of {name}", master)
+            own = self._parameters.get(name)
+            if own is None or master.shape != own.shape or not master.is_floating_point():
                 raise StateError(f"the saved master of {name} does not fit this model's parameter")
-            if master.layout != torch.strided or not all_finite(master):
-                raise StateError(f"the saved master of {name} holds inf or NaN: go back to an earlier one")
         mine = {
             name: masters[name].detach().to(own.device, own.dtype, copy=True)
             for name, own in self._own.items()
