@@ -28,7 +28,6 @@ class Job:
 
     def __init__(self, program: Any) -> None:
         self.ddp = DDP(mlp(width=16, layers=3), bucket_cap_mb=0.001)
-        self.ddp(torch.ones(1, 16)).sum().backward()  # DDP lays out its buckets anew, once, after this
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         given = self.optimizer if isinstance(program, DiLoCo | ZeRO) else None
         self.wire = thinwire.attach(self.ddp, program, optimizer=given)

@@ -32,7 +32,7 @@ def test_partition_gives_each_parameter_to_the_first_rule_that_fits() -> None:
     ("rules", "said"),
     [
         ([("conv.*", Exact())], r"the rule for 'conv\.\*' is never used: it fits no parameter .* fc.weight"),
-        ([("*", Int8()), ("fc.*", Exact())], r"the rule for 'fc\.\*' .* earlier patterns take all it fits"),
+        ([("*", Int8()), ("fc.*", Exact())], r"the rule for 'fc\.\*' .* earlier rules take all it fits"),
     ],
 )
 def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> None:
@@ -44,5 +44,5 @@ def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> N
 
 @pytest.mark.parametrize("rules", ["fc", [(3, Exact())], [Exact()], [("a", Exact(), 1)]])
 def test_rules_that_are_no_rules_are_refused(rules: Any) -> None:
-    with pytest.raises(OptionError, match="pairs of a pattern and a program"):
+    with pytest.raises(OptionError, match="pairs of a pattern or a Size and a program"):
         Partition(rules)

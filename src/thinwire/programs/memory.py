@@ -39,7 +39,9 @@ class Memory:
 
     def staged(self) -> "Staged":
         """This memory for one step, which may turn out not to count."""
-        return Staged(self, self._spare)
+        view = Staged(self, self._spare)
+        view._scope = self._scope
+        return view
 
     def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The tensor kept for a parameter under `key`, made by `make` the first time; change it in place."""
