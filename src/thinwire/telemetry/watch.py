@@ -105,5 +105,5 @@ def as_audit_row(audit: AuditRecord) -> Row:
 
 
 def _finite(error: float) -> float | None:
-    """JSON has no infinity; an error is infinite where the exact mean is zero and the compressed one is not."""
+    """JSON has no infinity, which an error is where the exact mean is zero and the compressed one is not."""
     return error if math.isfinite(error) else None
