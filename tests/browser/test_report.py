@@ -1,25 +1,15 @@
 """The report in a real browser: it draws, it logs nothing, it fits a phone and the dark."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
+from tests.browser.pages import opened
 from thinwire.bench.results import Cell, Results, Track
 from thinwire.report.page import render
 
 STEPS = 16
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 
 
 def track(name: str, kind: str, seconds: float, text: str = "", diverges: bool = False) -> Track:
@@ -56,33 +46,6 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render(results()), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    assert chromium, "the browser test needs Chromium: apt-get install chromium (make test does it as root)"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-def opened(browser: Browser, path: Path, *, width: int = 1280, dark: bool = False) -> tuple[Page, list[str]]:
-    """The page once it is drawn, and all that it logged or asked the network for."""
-    page = browser.new_page(
-        viewport={"width": width, "height": 850}, color_scheme="dark" if dark else "light"
-    )
-    noise: list[str] = []
-    page.on("console", lambda message: noise.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: noise.append(f"error: {error}"))
-    page.on(
-        "request",
-        lambda request: None if request.url.startswith(("file:", "data:")) else noise.append(request.url),
-    )
-    page.goto(path.as_uri())
-    page.wait_for_function("document.querySelectorAll('.plot .plot-container').length > 0")
-    return page, noise
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])

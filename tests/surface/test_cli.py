@@ -48,6 +48,8 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("bench --out /no/such/folder/b.json", 2, "folder that does not exist"),
         ("report /no/such/file.json", 1, "cannot be read"),
         ("report pyproject.toml", 1, "is no results file"),
+        ("report pyproject.toml", 1, "no training log of telemetry.JsonLines either"),
+        ("report /no/such/steps.jsonl", 1, "cannot be read"),
         ("nonsense", 2, "No such command"),
     ],
 )
@@ -57,6 +59,29 @@ def test_bad_input_is_one_line_and_an_exit_code(words: str, code: int, message: 
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
+
+
+def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
+    times = {"compute_seconds": None, "wire_seconds": None, "exposed_seconds": None}
+    row = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    path = tmp_path / "steps.jsonl"
+    path.write_text(json.dumps(row) + '\n{"step": 1, "pur')
+    result = run("report", str(path))
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(tmp_path / "steps.html")
+    assert "the last line is cut off" in result.stderr
+    assert "1 step sent 5 B in total" in (tmp_path / "steps.html").read_text()
+    as_json = json.loads(run("report", str(path), "--json").stdout)
+    assert as_json["path"] == str(tmp_path / "steps.html")
+
+
+def test_a_damaged_training_log_is_one_line_and_no_page(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 0, "pur\n{}\n')
+    result = run("report", str(path))
+    assert result.exit_code == 1
+    assert "damaged in line 1" in result.stderr
+    assert not (tmp_path / "steps.html").exists()
 
 
 def no_way(*args: object) -> Any:

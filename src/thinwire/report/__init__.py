@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a benchmark."""
+"""One self-contained HTML page of a benchmark, or of a training log."""

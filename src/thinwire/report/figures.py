@@ -1,14 +1,10 @@
-"""The plots of a report, as plotly's own plain descriptions: data and layout, no drawing here."""
+"""The plots of a benchmark."""
 
 from typing import Any
 
 from thinwire.bench.results import Cell, Track
 from thinwire.bench.summary import Row, curve, rows
-
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b15928")
-_GREY = "#888888"
-
-Figure = dict[str, Any]
+from thinwire.report.frame import COLOURS, GREY, Figure, line
 
 
 class Palette:
@@ -18,11 +14,11 @@ class Palette:
         texts = dict.fromkeys(
             track.text for cell in cells for track in cell.tracks if track.kind == "thinwire"
         )
-        self._by_text = {text: _COLOURS[number % len(_COLOURS)] for number, text in enumerate(texts)}
+        self._by_text = {text: COLOURS[number % len(COLOURS)] for number, text in enumerate(texts)}
 
     def colour(self, track: Track | Row, text: str) -> str:
         """Plain DDP is grey."""
-        return _GREY if track.kind == "ddp" else self._by_text.get(text, _GREY)
+        return GREY if track.kind == "ddp" else self._by_text.get(text, GREY)
 
 
 def loss_by_time(cell: Cell, palette: Palette) -> Figure:
@@ -41,18 +37,15 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) 
         points = curve(track)
         dash = "dash" if track.kind == "torch" else "solid"
         width = 7 if track.kind == "ddp" else 2  # it lies below, and whoever equals it runs within
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": track.name,
-                "x": [scale * point[column] for point in points],
-                "y": [point[2] for point in points],
-                "line": {"color": palette.colour(track, track.text), "dash": dash, "width": width},
-                "marker": {"size": 4},
-                "hovertemplate": f"%{{y:.4f}} at %{{x:.3g}}<extra>{track.name}</extra>",
-            }
+        drawn = line(
+            track.name,
+            [scale * point[column] for point in points],
+            [point[2] for point in points],
+            palette.colour(track, track.text),
+            hover="%{y:.4f} at %{x:.3g}",
         )
+        drawn["line"] |= {"dash": dash, "width": width}
+        data.append(drawn)
     return {
         "data": data,
         "layout": {
@@ -112,7 +105,7 @@ def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
                     "type": "data",
                     "array": [high - middle for _, middle, high in bounds],
                     "arrayminus": [middle - low for low, middle, _ in bounds],
-                    "color": _GREY,
+                    "color": GREY,
                     "thickness": 1,
                 },
                 "marker": {"color": palette.colour(found[0][1], text), "pattern": pattern},
@@ -126,7 +119,7 @@ def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
         "x1": 1,
         "y0": 1,
         "y1": 1,
-        "line": {"color": _GREY, "dash": "dot"},
+        "line": {"color": GREY, "dash": "dot"},
     }
     axis = {"title": {"text": "speed-up over plain DDP"}, "rangemode": "tozero"}
     return {"data": data, "layout": {"barmode": "group", "shapes": [even], "yaxis": axis}}

@@ -1,0 +1,46 @@
+"""Puts a training log on one page: can it be trusted, was it worth it."""
+
+from html import escape
+
+from thinwire.report.frame import cells, frame, plot, table
+from thinwire.report.training_figures import figures
+from thinwire.report.training_summary import Summary, summarise
+from thinwire.report.training_words import COLUMNS, LEGEND, notes, parameter_rows, told, trust, worth
+from thinwire.telemetry.log import Log
+
+
+def render(log: Log, name: str) -> str:
+    """The whole page as text; `name` is what the log is called."""
+    summary = summarise(log)
+    parts = (
+        f"<p class='quiet'>{escape(name)}</p>",
+        *_headline(log, summary),
+        _plots(log, summary),
+        _parameters(log) if log.parameters else "",
+        f"<p class='quiet'>{escape(LEGEND)}</p>",
+    )
+    return frame("thinwire: was it worth it?", "\n".join(parts))
+
+
+def _headline(log: Log, summary: Summary) -> list[str]:
+    sound = summary.audits and not summary.events
+    acts = "".join(f"<li>{escape(told(event))}</li>" for event in summary.events)
+    boxes = [
+        f"<div class='advice'><b>Was it worth it?</b> {escape(worth(summary))}</div>",
+        f"<div class='advice{'' if sound else ' heed'}'><b>Can it be trusted?</b> {escape(trust(summary))}"
+        f"{f'<ul>{acts}</ul>' if acts else ''}</div>",
+    ]
+    said = "".join(f"<li>{escape(note)}</li>" for note in notes(log, summary))
+    return [*boxes, f"<div class='advice heed'><b>Of the log</b><ul>{said}</ul></div>"] if said else boxes
+
+
+def _plots(log: Log, summary: Summary) -> str:
+    drawn = "".join(plot(title, figure) for title, figure in figures(log, summary.events).items())
+    return f"<section><h2>By step</h2><div class='plots by-two'>{drawn}</div></section>"
+
+
+def _parameters(log: Log) -> str:
+    body = "".join(
+        f"<tr><th scope='row'>{escape(name)}</th>{cells(values)}</tr>" for name, values in parameter_rows(log)
+    )
+    return f"<section class='long'><h2>By parameter, latest audit</h2>{table(COLUMNS, body)}</section>"

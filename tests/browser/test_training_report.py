@@ -1,0 +1,104 @@
+"""The page of a training log in a real browser: drawn, quiet, readable on a phone and in the dark."""
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.browser.pages import opened
+from tests.unit.test_training_log import audit, exchange
+from thinwire.report.training import render
+from thinwire.telemetry.log import Log
+from thinwire.telemetry.sinks import Row
+
+STEPS = 40
+HOSTILE = "layers.<b>0</b>.</script>weight"
+
+
+def rows() -> list[Row]:
+    """Models are exchanged too; the third audit leads to a fallback, after which nothing is audited."""
+    made: list[Row] = []
+    for step in range(STEPS):
+        if step % 8 == 0:
+            made.append(exchange(step, purpose="models", sent=50_000))
+        audited = step % 5 == 4 and step < 15
+        made.append(exchange(step, sent=1000 if step < 15 else 60_000, audit=60_000 if audited else 0))
+        if audited:
+            action = "fell back to Exact()" if step == 14 else ""
+            made.append(audit(step, {HOSTILE: 0.1 * step, "bias": 0.2, "empty": None}, action))
+    return made
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "steps.html"
+    path.write_text(render(Log.of(rows()), "steps.jsonl"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_every_plot_is_drawn_and_nothing_is_logged(
+    browser: Browser, page_path: Path, width: int, dark: bool
+) -> None:
+    page, noise = opened(browser, page_path, width=width, dark=dark)
+    assert page.locator("h3").all_inner_texts() == [
+        "Bytes sent",
+        "Time on the network",
+        "Error of the mean",
+        "Residual",
+    ]
+    for number in range(4):
+        assert page.locator(".plot").nth(number).locator(".trace").count() >= 1, f"plot {number} has no data"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it would scroll sideways"
+    assert noise == []
+    page.close()
+
+
+def test_plots_have_the_logged_values_and_mark_what_happened(browser: Browser, page_path: Path) -> None:
+    page, _ = opened(browser, page_path)
+    sent, seconds, error, residual = page.evaluate(
+        "[...document.querySelectorAll('.plot')].map(plot => plot.data)"
+    )
+    assert [trace["name"] for trace in sent] == ["gradients", "models", "gradients, audited"]
+    assert sent[0]["y"] == [1000] * 15 + [60_000] * 25
+    assert (sent[2]["x"], sent[2]["y"]) == ([4, 9, 14], [61_000] * 3)
+    assert len(seconds) == 4
+    assert [trace["name"] for trace in error] == [
+        "empty",
+        HOSTILE,
+        "bias",
+        "all together",
+        "fell back to Exact()",
+    ]
+    assert error[1]["y"] == pytest.approx([0.4, 0.9, 1.4])
+    assert error[4]["x"] == [14]
+    assert len(residual[0]["y"]) == 3
+    turns = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.layout.shapes[0].x0)")
+    assert turns == [14] * 4
+    page.close()
+
+
+def test_the_headline_tells_what_followed_and_text_from_outside_stays_text(
+    browser: Browser, page_path: Path
+) -> None:
+    page, _ = opened(browser, page_path)
+    worth, trust = page.locator(".advice").all_inner_texts()
+    assert "40 steps sent 1.95 MB in total" in worth
+    assert "60 times the bytes of the program" in worth
+    assert "3 audits, 1 above the limit" in trust
+    assert "Step 14: fell back to Exact(), because the exact mean of empty was zero" in trust
+    assert page.locator("tbody th").all_inner_texts() == ["empty", HOSTILE, "bias"]
+    page.close()
+
+
+def test_without_audits_and_times_the_page_says_so(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "steps.html"
+    log = Log.of(exchange(step, seconds=None) for step in range(3))
+    path.write_text(render(log, "steps.jsonl"), encoding="utf-8")
+    page, noise = opened(browser, path)
+    assert page.locator("h3").all_inner_texts() == ["Bytes sent"]
+    worth, trust = page.locator(".advice").all_inner_texts()
+    assert "is not known" in worth
+    assert "audit_every=1000" in trust
+    assert noise == []
+    page.close()

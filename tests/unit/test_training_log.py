@@ -1,0 +1,189 @@
+"""From the rows of a training to figures and words."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from thinwire import StateError
+from thinwire.report.training_figures import figures
+from thinwire.report.training_summary import summarise
+from thinwire.report.training_words import notes, parameter_rows, told, trust, worth
+from thinwire.telemetry.log import Log, is_log
+from thinwire.telemetry.sinks import Row
+
+
+def exchange(
+    step: int,
+    *,
+    purpose: str = "gradients",
+    sent: int = 1000,
+    audit: int = 0,
+    seconds: float | None = 0.2,
+) -> Row:
+    """A step as `telemetry.as_row` has it; half of the time is exposed."""
+    row: Row = {"step": step, "purpose": purpose, "bytes_sent": sent + audit, "collectives": 1}
+    times = {"compute_seconds": seconds, "wire_seconds": seconds}
+    row |= {**times, "exposed_seconds": None if seconds is None else seconds / 2, "bytes/AllReduce": sent}
+    return row | ({"bytes/Audit": audit} if audit else {})
+
+
+def audit(step: int, errors: dict[str, float | None], action: str = "") -> Row:
+    """An audit as `telemetry.as_audit_row` has it; None is an infinite error."""
+    worst = max(errors, key=lambda name: math.inf if errors[name] is None else errors[name] or 0.0)
+    row: Row = {"step": step, "purpose": "audit", "of": "gradients", "error": 0.3, "residual": 1.5}
+    row |= {"worst": worst, "worst_error": errors[worst], "action": action}
+    return (
+        row
+        | {f"error/{name}": error for name, error in errors.items()}
+        | {f"residual/{name}": 0.5 for name in errors}
+    )
+
+
+def test_totals_of_all_purposes_and_what_the_exact_mean_would_take() -> None:
+    rows = [
+        exchange(0),
+        exchange(1, audit=50_000),
+        audit(1, {"w": 0.5, "b": 0.1}),
+        exchange(2, purpose="models", sent=4000),
+        exchange(2),
+    ]
+    summary = summarise(Log.of(rows))
+    assert (summary.steps, summary.sent, summary.for_audits) == (3, 57_000, 50_000)
+    assert summary.sent_per_step == 19_000
+    assert summary.saving == 50, "of the audited exchange alone"
+    assert summary.wire == pytest.approx(0.8)
+    assert summary.exposed_share == pytest.approx(0.5)
+    assert "3 steps sent 57 kB in total, 19 kB a step; 88% of it for audits" in worth(summary)
+    assert "backward waited for it for 400 ms, 50% of that" in worth(summary)
+
+
+def test_several_exchanges_of_parameters_are_one_step_and_no_overflow() -> None:
+    rows = [exchange(1, purpose="parameters", sent=sent) for sent in (4, 996)]
+    log = Log.of([exchange(0), *rows, exchange(1)])
+    assert list(log.series["parameters"].own) == [1000]
+    assert summarise(log).overflows == 0
+
+
+def test_a_step_twice_in_a_row_was_an_overflow() -> None:
+    log = Log.of(exchange(step) for step in (0, 1, 1, 2, 3, 3, 3, 4))
+    summary = summarise(log)
+    assert (summary.steps, summary.overflows, summary.overflows_in_a_row) == (5, 3, 2)
+    assert not summary.stuck
+    assert summary.sent == 8000, "what they sent was sent"
+    assert "3 overflows, up to 2 in a row" in next(notes(log, summary))
+
+
+def test_a_log_that_ends_in_overflows_says_that_training_does_not_get_on() -> None:
+    log = Log.of(exchange(step) for step in (0, 1, 1, 1, 1))
+    assert "does not get on" in next(notes(log, summarise(log)))
+
+
+def test_a_resumed_run_goes_back_and_its_lines_are_broken() -> None:
+    log = Log.of(exchange(step) for step in (0, 1, 2, 3, 2, 3, 4))
+    summary = summarise(log)
+    assert (summary.steps, summary.overflows, summary.resumes) == (5, 0, ((3, 2),))
+    assert "from step 3 to step 2" in next(notes(log, summary))
+    (line,) = figures(log, ())["Bytes sent"]["data"]
+    assert line["x"] == [0, 1, 2, 3, None, 2, 3, 4]
+
+
+def test_the_latest_and_the_worst_audit_are_told_apart() -> None:
+    audits = (audit(4, {"w": 0.5, "b": 0.9}), audit(9, {"w": 0.6, "b": 0.1}))
+    summary = summarise(Log.of([exchange(0), *audits]))
+    assert summary.latest is not None
+    assert summary.worst is not None
+    assert (summary.latest.worst, summary.latest.step) == ("w", 9)
+    assert (summary.worst.worst, summary.worst.step) == ("b", 4)
+    assert "2 audits, none led to a warning" in trust(summary)
+    assert "Worst of all: 0.9 of b at step 4" in trust(summary)
+
+
+def test_actions_are_told_with_step_and_cause_and_the_same_again_is_one() -> None:
+    rows = [
+        audit(4, {"w": 0.7}, "warned"),
+        audit(9, {"w": 0.2}),
+        audit(14, {"w": 0.8}, "warned"),
+        audit(19, {"w": None}, "raised"),
+    ]
+    first, last = summarise(Log.of([exchange(0), *rows])).events
+    assert told(first).startswith("Steps 4 to 14: warned 2 times; at worst, at step 14, because the mean")
+    assert told(last).startswith("Step 19: raised, because the exact mean of w was zero")
+
+
+def test_parameters_stand_by_their_latest_error_the_worst_first() -> None:
+    rows = [audit(4, {"a": 0.9, "b": 0.2, "c": 0.1}), audit(9, {"a": 0.1, "b": 0.3, "c": None})]
+    assert parameter_rows(Log.of([exchange(0), *rows])) == [
+        ("c", ["infinite", "infinite", "9", "0.5", "9"]),
+        ("b", ["0.3", "0.3", "9", "0.5", "9"]),
+        ("a", ["0.1", "0.9", "4", "0.5", "9"]),
+    ]
+
+
+def test_without_audits_and_times_nothing_is_made_up() -> None:
+    log = Log.of(exchange(step, seconds=None) for step in range(3))
+    summary = summarise(log)
+    assert (summary.wire, summary.exposed, summary.saving, summary.audits) == (None, None, None, 0)
+    assert "not known" in worth(summary)
+    assert "no audit" in trust(summary)
+    assert list(figures(log, ())) == ["Bytes sent"]
+
+
+def test_a_long_run_is_thinned_and_no_peak_of_the_error_is_lost() -> None:
+    rows = [exchange(step, sent=step % 2) for step in range(5000)]
+    errors = [audit(step, {"w": 0.9 if step == 3333 else 0.1}) for step in range(5000)]
+    drawn = figures(Log.of([*rows, *errors]), ())
+    (line,) = drawn["Bytes sent"]["data"]
+    assert len(line["x"]) < 1000
+    assert sum(line["y"]) / len(line["y"]) == pytest.approx(0.5, rel=0.1)
+    worst, _ = drawn["Error of the mean"]["data"]
+    assert dict(zip(worst["x"], worst["y"], strict=True))[3333] == 0.9
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(lines))
+    return path
+
+
+ROW = json.dumps(exchange(0)) + "\n"
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "steps.log", ROW, ROW.replace(": 0", ": 1")[:40])
+    assert is_log(path)
+    log = Log.load(path)
+    assert log.cut
+    assert summarise(log).steps == 1
+    assert list(notes(log, summarise(log))) == ["The last line was cut off, as by a kill, and is left out."]
+
+
+def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
+    log = Log.load(written(tmp_path / "steps.jsonl", ROW, ROW.rstrip()))
+    assert not log.cut
+    assert summarise(log).overflows == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no whole step yet"),
+        ([ROW[:30]], "no whole step yet"),
+        ([ROW, ROW[:30], "\n", ROW], "damaged in line 2 .* sed -i 2d"),
+        ([ROW, '{"loss": 0.5}\n'], r"line 2 \(KeyError\('bytes_sent'\)\)"),
+        ([ROW, "[1]\n"], "something else than a row of telemetry in line 2"),
+        ([ROW, ROW.replace("1000", '"many"')], "something else than a row of telemetry in line 2"),
+    ],
+)
+def test_what_is_damaged_is_named_by_line(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = written(tmp_path / "steps.jsonl", *lines)
+    assert is_log(path)
+    with pytest.raises(StateError, match=message):
+        Log.load(path)
+
+
+def test_results_and_other_files_are_no_logs(tmp_path: Path) -> None:
+    assert not is_log(written(tmp_path / "bench.json", '{\n "format": 1\n}'))
+    assert not is_log(written(tmp_path / "metrics.jsonl", '{"loss": 0.5}\n'))
+    assert not is_log(tmp_path / "missing.jsonl")
+    assert not is_log(tmp_path)
