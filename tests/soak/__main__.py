@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=320)
     parser.add_argument("--minutes", type=float, default=20, help="after which no new episode begins")
     options = parser.parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of lost ranks the backend has much to say
     started, outcomes = time.monotonic(), dict[int, bool]()
     seeds = range(options.seed, options.seed + options.episodes)
     for seed, wrong in run_all(seeds, started + 60 * options.minutes):

@@ -143,7 +143,7 @@ def _events(rng: Random, world_size: int, steps: int, program: Drawn) -> tuple[E
     """One to three, in order; none at the first step, and a last one left for others to notice a death."""
     events: list[Event] = []
     programs = [program]
-    for step in sorted(rng.sample(range(1, steps - 1), rng.randint(1, 3))):
+    for step in sorted(rng.sample(range(1, steps - 1), rng.choice([1, 1, 2, 2, 3]))):
         event = _event(rng, step, world_size, programs, resized=any(isinstance(e, Resize) for e in events))
         if isinstance(event, Resize):
             world_size = event.world_size

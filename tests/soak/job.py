@@ -1,8 +1,9 @@
 """One rank's training: a model, an optimizer, a wire, and how they are saved and loaded."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -17,8 +18,7 @@ from tests.soak.programs import Drawn, Hook, averages
 from tests.soak.states import digest, not_finite, place
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
-LIMIT = 6.0
-"""Seconds that a collective may take where a rank is going to be lost."""
+logging.getLogger("thinwire").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Report:
 
 
 class Job:
-    """Made collectively. `calm`: without sleeping; `settled`: DDP has its final buckets from the first step."""
+    """Made collectively. `calm`: nobody sleeps; `settled`: DDP has its final buckets from the first step."""
 
     def __init__(
         self, episode: Episode, rank: int, begin: int, *, calm: bool, settled: bool, bucket_mb: float
@@ -83,7 +83,7 @@ class Job:
         self.program = program
 
     def train(self, step: int, blow: Callable[[str], None]) -> None:
-        """One step, with all that the episode has in store for it; `blow` is told where in the step we are."""
+        """One step, with all that the episode has in store for it; `blow` is told where in it we are."""
         blow("before")
         self.model.trap = lambda: blow("backward")
         for event in self.episode.events:
@@ -140,14 +140,15 @@ class Job:
         torch.save({**self.parts(), "hook": self.hook_state}, f"{path}.part")
         os.replace(f"{path}.part", path)
 
-    def load(self, folder: str, step: int, ranks: Sequence[int], world_size: int) -> None:
+    def load(self, folder: str, step: int, saved_by: int, *, own: bool) -> None:
         """This rank's own checkpoint; or those of all ranks of another number of them."""
+        ranks = [self.rank] if own else range(saved_by)
         trusted = isinstance(self.program, Hook)  # which saves an object, as torch's hook does
-        paths = [place(folder, step, rank, world_size) for rank in ranks]
+        paths = [place(folder, step, rank, saved_by) for rank in ranks]
         saved = [torch.load(path, weights_only=not trusted) for path in paths]
         self.model.load_state_dict(saved[0]["model"])
         states = [one["optimizer"] for one in saved]
-        sharded = len(saved) > 1 and isinstance(self.program, thinwire.ZeRO)
+        sharded = not own and isinstance(self.program, thinwire.ZeRO)
         self.optimizer.load_state_dict(thinwire.merge_optimizer_states(states) if sharded else states[0])
         self.scaler.load_state_dict(saved[0]["scaler"])
         if self.wire is None:
@@ -155,7 +156,7 @@ class Job:
             for name in PowerSGDState.__slots__[1:]:
                 setattr(self.hook_state, name, getattr(state, name))
         else:
-            self.wire.load_state_dict([one["wire"] for one in saved] if len(saved) > 1 else saved[0]["wire"])
+            self.wire.load_state_dict(saved[0]["wire"] if own else [one["wire"] for one in saved])
 
     def report(self) -> Report:
         """The end: where this rank is, and where all are."""
@@ -183,7 +184,8 @@ class Job:
         half = torch.bfloat16 if kind == "bf16 autocast" else torch.float16
         with torch.autocast("cpu", dtype=half, enabled=kind.endswith("autocast")):
             output = self.ddp(x.to(torch.bfloat16) if kind == "bf16 model" else x, whole)
-        return (output.float() - x[:, :4]).square().mean()
+        loss: torch.Tensor = (output.float() - x[:, :4]).square().mean()
+        return loss
 
 
 def _optimizer(episode: Episode, ddp: DDP) -> torch.optim.Optimizer:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import thinwire
 from tests.soak.episode import Delay, Episode, Interrupt, Kill, Overflow
 from tests.soak.job import Job, Report
 from tests.soak.model import flat
@@ -45,8 +44,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Fall:
-    """How a rank learnt that another is gone: the error, and its seconds in that step."""
+    """How a rank learnt that another is gone: in which step, by what error, and after how many seconds."""
 
+    step: int
     kind: str
     text: str
     seconds: float
@@ -54,7 +54,7 @@ class Fall:
 
 def live(rank: int, world_size: int, episode: Episode, life: Life, folder: str) -> Fall | list[Report] | None:
     """The life of a rank; at the end of the episode its report, and that of a run without interruptions."""
-    started = time.monotonic()
+    started, step = time.monotonic(), life.begin.step
     try:
         job = _start(rank, world_size, episode, life, life.begin, folder)
         for step in range(life.begin.step, life.end):
@@ -66,10 +66,10 @@ def live(rank: int, world_size: int, episode: Episode, life: Life, folder: str) 
             return None
         started = time.monotonic()
         report = job.report()
-    except thinwire.ThinwireError as error:
+    except RuntimeError as error:
         if life.blow is None:
             raise
-        return Fall(type(error).__name__, str(error), time.monotonic() - started)
+        return Fall(step, type(error).__name__, str(error), time.monotonic() - started)
     except KeyboardInterrupt:
         return None
     del job
@@ -89,13 +89,12 @@ def _start(
         settled=resumed and not EXACT_RESUME,
         bucket_mb=0.005 if resumed and EXACT_RESUME else episode.bucket_mb,
     )
-    if begin.saved_by == world_size:
-        job.load(folder, begin.step, [rank], world_size)
-    elif begin.saved_by:
-        job.load(folder, begin.step, range(begin.saved_by), begin.saved_by)
-        if not calm:
-            loaded = {"residuals": residuals(job.parts()["wire"]), "parameters": flat(job.model)}
-            torch.save(loaded, Path(folder, f"loaded by {rank}"))
+    own = begin.saved_by == world_size
+    if begin.saved_by:
+        job.load(folder, begin.step, begin.saved_by, own=own)
+    if begin.saved_by and not own and not calm:
+        loaded = {"residuals": residuals(job.parts()["wire"]), "parameters": flat(job.model)}
+        torch.save(loaded, Path(folder, f"loaded by {rank}"))
     return job
 
 

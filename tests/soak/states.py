@@ -57,7 +57,9 @@ def different(one: Any, other: Any) -> str:
     """The first tensors in which two states differ, and by how much."""
     others = dict(tensors(other))
     own = dict(tensors(one))
-    found = [f"only on one side: {sorted(own.keys() ^ others.keys())[:4]}"] if own.keys() ^ others.keys() else []
+    found = (
+        [f"only on one side: {sorted(own.keys() ^ others.keys())[:4]}"] if own.keys() ^ others.keys() else []
+    )
     for path in own.keys() & others.keys():
         if digest(own[path]) != digest(others[path]):
             gap = (own[path].double() - others[path].double()).abs().max() if own[path].numel() else 0
