@@ -55,11 +55,9 @@ def _feed(text: Any, state: Any) -> None:
 
 def different(one: Any, other: Any) -> str:
     """The first tensors in which two states differ, and by how much."""
-    others = dict(tensors(other))
-    own = dict(tensors(one))
-    found = (
-        [f"only on one side: {sorted(own.keys() ^ others.keys())[:4]}"] if own.keys() ^ others.keys() else []
-    )
+    own, others = dict(tensors(one)), dict(tensors(other))
+    lonely = sorted("/".join(path) for path in own.keys() ^ others.keys())
+    found = [f"only on one side: {', '.join(lonely[:4])}"] if lonely else []
     for path in own.keys() & others.keys():
         if digest(own[path]) != digest(others[path]):
             gap = (own[path].double() - others[path].double()).abs().max() if own[path].numel() else 0
