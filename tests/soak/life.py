@@ -54,6 +54,7 @@ class Fall:
 
 def live(rank: int, world_size: int, episode: Episode, life: Life, folder: str) -> Fall | list[Report] | None:
     """The life of a rank; at the end of the episode its report, and that of a run without interruptions."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs are started without one
     started, step = time.monotonic(), life.begin.step
     try:
         job = _start(rank, world_size, episode, life, life.begin, folder)

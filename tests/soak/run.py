@@ -79,7 +79,7 @@ def check_falls(episode: Episode, blow: Kill | Interrupt, begin: int, results: S
     """Every other rank raised a WireError that names the lost one, in time."""
     for rank, fall in enumerate(results):
         if rank == blow.rank:
-            assert fall is None, f"{blow} did not end rank {rank}: {fall}"
+            assert fall is None, f"{blow} did not end rank {rank}"
             continue
         assert isinstance(fall, Fall), f"after {blow} rank {rank} went on as if nothing were"
         if fall.kind == "RuntimeError" and _ddp_talks(episode, fall.step, begin):
