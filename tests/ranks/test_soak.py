@@ -27,6 +27,6 @@ def test_the_last_line_tells_how_many_and_which() -> None:
         "soak: 2 episodes in 9 min 12 s, seeds 7 to 8: 2 as they should be, 0 not"
     )
     assert summary({7: True, 8: False}, 300, 60) == (
-        "soak: 2 episodes of the 300 asked for, when time was up, in 1 min 00 s, seeds 7 to 8:"
-        " 1 as they should be, 1 not (seeds 8)"
+        "soak: 2 of 300 episodes in 1 min 00 s, seeds 7 to 8: 1 as they should be, 1 not (seeds 8);"
+        " stopped before the others"
     )

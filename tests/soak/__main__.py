@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 
 from tests.soak.run import attempt
 
@@ -27,7 +28,11 @@ def run_all(seeds: Iterable[int], deadline: float) -> Iterator[tuple[int, str | 
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+                try:
+                    wrong = future.result()
+                except BrokenProcessPool as error:
+                    wrong, deadline = f"the process that ran it has died: {error}", 0.0
+                yield running.pop(future), wrong
 
 
 def summary(outcomes: dict[int, bool], asked: int, seconds: float) -> str:
@@ -35,11 +40,12 @@ def summary(outcomes: dict[int, bool], asked: int, seconds: float) -> str:
     bad = sorted(seed for seed, fine in outcomes.items() if not fine)
     took = f"{int(seconds) // 60} min {int(seconds) % 60:02} s"
     seeds = f"seeds {min(outcomes)} to {max(outcomes)}" if outcomes else "no seeds"
-    short = "" if len(outcomes) == asked else f" of the {asked} asked for, when time was up,"
+    short = "" if len(outcomes) == asked else f" of {asked}"
     told = f" (seeds {', '.join(map(str, bad))})" if bad else ""
     return (
-        f"soak: {len(outcomes)} episodes{short} in {took}, {seeds}:"
+        f"soak: {len(outcomes)}{short} episodes in {took}, {seeds}:"
         f" {len(outcomes) - len(bad)} as they should be, {len(bad)} not{told}"
+        f"{'; stopped before the others' if short else ''}"
     )
 
 
@@ -61,7 +67,7 @@ def main() -> int:
             failed = len(outcomes) - sum(outcomes.values())
             print(f"{len(outcomes)} of {len(seeds)} episodes, {failed} failed", file=sys.stderr, flush=True)
     print(summary(outcomes, len(seeds), time.monotonic() - started), flush=True)
-    return 0 if len(outcomes) == len(seeds) and all(outcomes.values()) else 1
+    return 0 if outcomes and all(outcomes.values()) else 1
 
 
 if __name__ == "__main__":

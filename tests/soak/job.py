@@ -1,7 +1,6 @@
 """One rank's training: a model, an optimizer, a wire, and how they are saved and loaded."""
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from tests.soak.model import Model, data, flat, uses_all
 from tests.soak.programs import Drawn, Hook, averages
 from tests.soak.states import digest, not_finite, place
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-
-logging.getLogger("thinwire").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

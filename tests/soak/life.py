@@ -1,5 +1,6 @@
 """What the ranks of one life of an episode do, from their start to their end."""
 
+import logging
 import os
 import signal
 import time
@@ -55,6 +56,7 @@ class Fall:
 def live(rank: int, world_size: int, episode: Episode, life: Life, folder: str) -> Fall | list[Report] | None:
     """The life of a rank; at the end of the episode its report, and that of a run without interruptions."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs are started without one
+    logging.getLogger("thinwire").setLevel(logging.ERROR)
     started, step = time.monotonic(), life.begin.step
     try:
         job = _start(rank, world_size, episode, life, life.begin, folder)
