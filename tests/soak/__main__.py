@@ -43,7 +43,7 @@ def summary(outcomes: dict[int, bool], asked: int, seconds: float) -> str:
     short = "" if len(outcomes) == asked else f" of {asked}"
     told = f" (seeds {', '.join(map(str, bad))})" if bad else ""
     return (
-        f"soak: {len(outcomes)}{short} episodes in {took}, {seeds}:"
+        f"soak: {len(outcomes)}{short} episode{'' if len(outcomes) == 1 else 's'} in {took}, {seeds}:"
         f" {len(outcomes) - len(bad)} as they should be, {len(bad)} not{told}"
         f"{'; stopped before the others' if short else ''}"
     )

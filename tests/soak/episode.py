@@ -30,11 +30,12 @@ class Delay:
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank that dies by SIGKILL: before a step's forward, in backward, or after it."""
+    """A rank that dies at once: before a step's forward, in backward, after it, or anywhere, by a clock."""
 
     step: int
     rank: int
     place: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def _event(rng: Random, step: int, world_size: int, programs: list[Drawn], *, re
     if kind is Delay:
         return Delay(step, rank, round(rng.uniform(0.05, 0.4), 2))
     if kind is Kill:
-        return Kill(step, rank, rng.choice(["before", "backward", "after"]))
+        place = rng.choice(["before", "backward", "after", "anywhere", "anywhere"])
+        return Kill(step, rank, place, round(rng.uniform(0.001, 0.05), 3))
     if kind is Interrupt:
         return Interrupt(step, rank)
     if kind is Resume:

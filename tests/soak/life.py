@@ -56,6 +56,7 @@ class Fall:
 def live(rank: int, world_size: int, episode: Episode, life: Life, folder: str) -> Fall | list[Report] | None:
     """The life of a rank; at the end of the episode its report, and that of a run without interruptions."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs are started without one
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     logging.getLogger("thinwire").setLevel(logging.ERROR)
     started, step = time.monotonic(), life.begin.step
     try:
@@ -121,11 +122,14 @@ def _events_of(episode: Episode, life: Life, rank: int, step: int) -> Callable[[
         for event in episode.events:
             if isinstance(event, Delay) and (event.step, event.rank, place) == (step, rank, "before"):
                 time.sleep(event.seconds)
-        if blow is None or (blow.step, blow.rank) != (step, rank):
+        if blow is None or blow.rank != rank:
             return
-        if isinstance(blow, Kill) and blow.place == place:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if isinstance(blow, Interrupt) and place == "backward":
+        if isinstance(blow, Kill):
+            if blow.place == "anywhere" and (blow.step, "before") == (step, place):
+                signal.setitimer(signal.ITIMER_REAL, blow.seconds)  # SIGALRM kills, and asks nobody
+            elif (blow.step, blow.place) == (step, place) or step > blow.step:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif (blow.step, "backward") == (step, place):
             os.kill(os.getpid(), signal.SIGINT)
 
     return happen

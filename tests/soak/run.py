@@ -82,7 +82,7 @@ def check_falls(episode: Episode, blow: Kill | Interrupt, begin: int, results: S
             assert fall is None, f"{blow} did not end rank {rank}"
             continue
         assert isinstance(fall, Fall), f"after {blow} rank {rank} went on as if nothing were"
-        if fall.kind == "RuntimeError" and _ddp_talks(episode, fall.step, begin):
+        if fall.kind == "RuntimeError" and _ddp_talks(episode, blow, fall.step, begin):
             continue
         assert fall.kind == "WireError", f"after {blow} rank {rank} raised {fall.kind}: {fall.text}"
         named = re.search(rf"ranks? ([0-9]+, )*{blow.rank}\b", fall.text, re.IGNORECASE)
@@ -90,14 +90,16 @@ def check_falls(episode: Episode, blow: Kill | Interrupt, begin: int, results: S
         assert fall.seconds < LIMIT + 2, f"after {blow} rank {rank} waited {fall.seconds:.1f} s: {fall.text}"
 
 
-def _ddp_talks(episode: Episode, step: int, begin: int) -> bool:
+def _ddp_talks(episode: Episode, blow: Kill | Interrupt, step: int, begin: int) -> bool:
     """Whether DDP has collectives of its own in a step beside ours, whose errors name nobody.
 
     In its second forward it compares its final buckets. Under `find_unused_parameters` it asks in every
-    backward what was used; that comes after our own collectives, but averaging has none in most steps.
+    backward what was used; that comes after our own collectives, but averaging has none in most steps, and
+    a rank may die in between.
     """
-    used_map = episode.unused and averages(episode.program_at(step + 1))
-    return step <= begin + 1 or used_map
+    between = isinstance(blow, Kill) and blow.place == "anywhere"
+    used = episode.unused and (between or averages(episode.program_at(step + 1)))
+    return step <= begin + 1 or used
 
 
 def check_nothing_was_lost(folder: str, step: int, old: int, new: int) -> None:
