@@ -5,7 +5,7 @@ READY := .venv/.ready
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint bench system clean
+.PHONY: demo test lint bench soak system clean
 
 demo: $(READY)
 	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
@@ -23,6 +23,13 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+
+# Random faults on real ranks; `make soak SEED=1017 EPISODES=1` repeats one.
+SEED ?= 1000
+EPISODES ?= 320
+MINUTES ?= 20
+soak: $(READY)
+	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:

@@ -109,6 +109,7 @@ class Bridge:
         self._ddp = weakref.ref(ddp)
         self._latest = -1
         self._open: _OpenStep | None = None
+        self._ddp_talks_last = ddp.find_unused_parameters
         weakref.finalize(ddp, self.engine.close)
 
     def run(
@@ -215,9 +216,13 @@ class Bridge:
     def _before_ddp_finishes(self) -> None:
         """Runs ahead of DDP's own final callback, in which it waits and copies bucket after bucket.
 
-        What went wrong is raised after that one: DDP would lose the exception's type.
+        What went wrong is raised after that one: DDP would lose the exception's type. But where DDP itself
+        has a collective to wait for there, which parameters were used, it is raised before: that one fails
+        too, and names nobody.
         """
         self.engine.guard()
+        if self._ddp_talks_last:
+            self.engine.settle()
         Variable._execution_engine.queue_callback(self.settle)
 
     def _describe(self, bucket: dist.GradBucket) -> Bucket:

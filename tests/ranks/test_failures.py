@@ -53,15 +53,18 @@ class Fatal:
         return (yield from Staged()(bucket, memory))
 
 
-def struck(rank: int, world_size: int, what: str, victim: int) -> Any:
-    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+def struck(rank: int, world_size: int, what: str, victim: int, unused: bool = False) -> Any:
+    ddp = DDP(mlp(), bucket_cap_mb=0.002, find_unused_parameters=unused)
     thinwire.attach(ddp, Fatal(what, victim), timeout=LIMIT)
     return train_until_error(rank, ddp)
 
 
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 3)])
-def test_a_killed_rank_is_named_by_the_others(world_size: int, victim: int) -> None:
-    results = run_ranks(struck, world_size, "killed", victim, dies={victim})
+@pytest.mark.parametrize(
+    ("world_size", "victim", "unused"), [(2, 0, False), (3, 1, False), (3, 1, True), (4, 3, False)]
+)
+def test_a_killed_rank_is_named_by_the_others(world_size: int, victim: int, unused: bool) -> None:
+    """With unused parameters too, where DDP has a collective of its own at the end of backward."""
+    results = run_ranks(struck, world_size, "killed", victim, unused, dies={victim})
     for rank, result in enumerate(results):
         if rank != victim:
             kind, text, seconds = result

@@ -12,7 +12,7 @@ import torch
 
 from thinwire import AllReduce, ProgramError, Steps, WireError
 from thinwire.wire.engine import Engine
-from thinwire.wire.ops import Await, Collective
+from thinwire.wire.ops import Await, Collective, among
 from thinwire.wire.schedule import order
 
 
@@ -184,6 +184,20 @@ def test_a_failed_collective_names_what_was_waited_for_and_who_is_silent() -> No
         assert part in str(caught.value)
     with pytest.raises(RuntimeError, match="No word from rank 1"):
         future.wait()
+    engine.close()
+
+
+@pytest.mark.parametrize(("answers", "named"), [([], "rank 1:"), ([1], "ranks 2, 3:")])
+def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
+    answers: list[int], named: str
+) -> None:
+    echo = Echo()
+    echo.size, echo.answer = 4, RuntimeError("gone")
+    echo.meeting.words.update(dict.fromkeys(answers, "waited"))
+    engine = engine_on(echo)
+    submit(engine, among((0, 1), staged(1)), label="a", last=True)
+    with pytest.raises(WireError, match=f"No word from {named}"):
+        engine.settle()
     engine.close()
 
 

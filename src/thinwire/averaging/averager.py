@@ -267,7 +267,8 @@ class Averager:
                     "the optimizer has stepped, but the DDP model ran no forward: call ddp(...)"
                 )
             changes = self._anchors.pseudo_gradients(average.fragment, self._parameters)
-            overlap, findings = self._policy.overlap, self._audits.begin(self._used + len(self._in_flight))
+            window = (self._used + len(self._in_flight)) // len(self._fragments)
+            overlap, findings = self._policy.overlap, self._audits.begin(window)
             exchange = self._exchange(changes, self._policy.program, self._memory, ranks, findings)
         else:
             exchange, overlap = self._exchange(self._parameters, Exact(), Memory(), ranks), 0

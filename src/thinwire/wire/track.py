@@ -283,7 +283,7 @@ class Track:
         self._hang_up()
         return WireError(
             f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
-            f" failed. {self._roll_call()} The job cannot go on: restart it from its last checkpoint."
+            f" failed. {self._roll_call(run.op)} The job cannot go on: restart it from its last checkpoint."
             f" (The backend said: {lost})"
         )
 
@@ -304,14 +304,20 @@ class Track:
         except RuntimeError:  # the store's host is gone too: nobody is left to read it
             return
 
-    def _roll_call(self) -> str:
-        """Who answers after a failure, and who does not."""
+    def _roll_call(self, op: object) -> str:
+        """Who answers after a failure, and who does not.
+
+        Ranks that were no part of the collective may well have nothing to report: they are only named if all
+        that were have answered, and so failed for another's sake.
+        """
         rank, size = self.communicator.rank, self.communicator.size
         try:
             reports = self.communicator.meeting.reports(self.communicator.roll_call)
         except RuntimeError:
             return "The store does not answer either: its host, often rank 0's, has died."
         silent = [peer for peer in range(size) if peer not in reports]
+        concerned = getattr(op, "ranks", None) or range(size)
+        silent = [peer for peer in silent if peer in concerned] or silent
         if silent:
             return f"No word from {ranks_text(silent)}: dead, stalled, or not taking part in this step."
         return " ".join(f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank)
