@@ -64,7 +64,8 @@ class Grouping:
         So that what is saved in between knows them. It is collective, and all ranks are at the same point,
         unless some have run out of inputs (Join).
         """
-        if ddp._has_rebuilt_buckets or ddp._join_config.enable or not ddp.reducer._rebuild_buckets():
+        known = self.held is not None or ddp._has_rebuilt_buckets
+        if known or ddp._join_config.enable or not ddp.reducer._rebuild_buckets():
             return
         ddp._has_rebuilt_buckets = True
         buckets = ddp.reducer._get_zeros_like_grad_buckets()

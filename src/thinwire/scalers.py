@@ -32,7 +32,8 @@ class Scales:
         It is looked for once, and again after an overflow, which is when a scale matters.
         """
         scaler = None if self._scaler is None else self._scaler()
-        if scaler is None and (after_overflow or not self._looked):
+        gone = self._scaler is not None and scaler is None
+        if scaler is None and (after_overflow or gone or not self._looked):
             self._looked = True
             found = living_scalers()
             if len(found) > 1:

@@ -13,7 +13,6 @@ from tests.soak.programs import (
     draw_attached,
     steps_inside_backward,
 )
-from tests.soak.promises import WHOLE_STEP_OVERFLOW
 from thinwire import Hierarchical
 
 PRECISIONS = ("fp32", "fp32", "bf16 autocast", "fp16 autocast", "bf16 model")
@@ -135,7 +134,7 @@ def draw_episode(seed: int) -> Episode:
         unused=not inside and rng.random() < 0.3,
         # DDP itself broadcasts buffers, and its errors name no rank. And a step that overflows has changed
         # BatchNorm's statistics in its forward.
-        normed=not strikes and rng.random() < 0.3 and not (overflows and WHOLE_STEP_OVERFLOW),
+        normed=not strikes and rng.random() < 0.3 and not overflows,
         accumulating=frozenset(step for step in range(steps) if rng.random() < 0.2),
         bucket_mb=0.01 if any(map(averages, programs)) else rng.choice([0.002, 0.01, 25]),
         sleepiness=rng.choice([0, 0.05, 0.2]),

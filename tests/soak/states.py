@@ -62,7 +62,24 @@ def different(one: Any, other: Any) -> str:
         if digest(own[path]) != digest(others[path]):
             gap = (own[path].double() - others[path].double()).abs().max() if own[path].numel() else 0
             found.append(f"{'/'.join(path)} by {gap:.3g}")
-    return "; ".join(sorted(found)[:6]) or "something that is no tensor"
+    plain, others_plain = dict(_plain(one)), dict(_plain(other))
+    for path in plain.keys() | others_plain.keys():
+        values = plain.get(path), others_plain.get(path)
+        if values[0] != values[1]:
+            found.append(f"{'/'.join(path)} is {values[0]!r} and {values[1]!r}")
+    return "; ".join(sorted(found)[:6])
+
+
+def _plain(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All that is no tensor, with the keys that lead to it."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _plain(value, (*path, str(key)))
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from _plain(value, (*path, str(number)))
+    elif not isinstance(state, torch.Tensor):
+        yield path, state
 
 
 def place(folder: str, step: int, rank: int, world_size: int) -> Path:
