@@ -47,3 +47,75 @@ def test_a_residual_of_another_shape_is_refused() -> None:
     memory.slot("w", "residual", lambda: torch.zeros(1))
     with pytest.raises(StateError, match=r"the residual of w has shape \(1,\), the parameter \(2,\)"):
         Memory().load_state_dict(memory.state_dict(), shapes={"w": torch.Size((2,))})
+
+
+def kept(memory: Memory, key: str = "residual") -> list[float]:
+    found = memory.find(("w", key))
+    return [] if found is None else found.tolist()
+
+
+def test_what_a_step_changes_holds_when_it_counts() -> None:
+    memory = remembering(1.0)
+    for commits in (False, True):
+        staged = memory.staged()
+        staged.slot("w", "residual", lambda: torch.zeros(2)).add_(1)  # in place, as a user's program does
+        staged.put("w", "factor", torch.ones(3))
+        staged.scoped("slice").put("w", "residual", torch.ones(1))
+        assert kept(memory) == [1, 1], "before the step has ended"
+        if commits:
+            staged.commit()
+        else:
+            staged.forget()
+            assert memory.state_dict().keys() == {"w"}
+            assert memory.state_dict()["w"].keys() == {"residual"}
+    assert kept(memory) == [2, 2]
+    assert kept(memory, "factor") == [1, 1, 1]
+    assert kept(memory, "slice: residual") == [1]
+
+
+def test_a_step_sees_its_own_changes() -> None:
+    staged = remembering(1.0).staged()
+    assert staged.read("w", "residual", lambda: torch.zeros(2)).tolist() == [1, 1]
+    staged.put("w", "residual", torch.full((2,), 5.0))
+    assert staged.read("w", "residual", lambda: torch.zeros(2)).tolist() == [5, 5]
+    assert staged.slot("w", "residual", lambda: torch.zeros(2)).tolist() == [5, 5]
+
+
+def test_parameters_that_were_left_out_keep_what_they_had() -> None:
+    memory = remembering(1.0)
+    staged = memory.staged()
+    staged.put("w", "residual", torch.zeros(2))
+    staged.put("v", "residual", torch.ones(1))
+    staged.commit(but_of={"w"})
+    assert kept(memory) == [1, 1]
+    assert memory.find(("v", "residual")) is not None
+
+
+def test_steps_write_to_two_tensors_by_turns() -> None:
+    """Nothing is allocated after the first steps; what was kept is never written to before the commit."""
+    memory, places = remembering(0.0), set()
+    for value in range(6):
+        staged = memory.staged()
+        staged.put("w", "residual", torch.full((2,), float(value)))
+        staged.commit()
+        found = memory.find(("w", "residual"))
+        assert found is not None
+        assert found.tolist() == [value, value]
+        places.add(found.data_ptr())
+    assert len(places) == 2
+
+
+def test_residuals_follow_the_scale_of_gradients() -> None:
+    memory = remembering(3.0)
+    memory.put("w", "factor", torch.ones(1))
+    memory.scoped("models").put("w", "residual", torch.ones(1))
+    memory.scoped("slice 0 of 2").put("w", "residual", torch.ones(1))
+    memory.rescale(1024.0)  # the first that is known: they are in its units
+    assert kept(memory) == [3, 3]
+    memory.rescale(512.0)
+    memory.rescale(None)  # a step without a scaler
+    assert kept(memory) == [1.5, 1.5]
+    assert kept(memory, "slice 0 of 2: residual") == [0.5]
+    assert kept(memory, "models: residual") == [1], "models are not scaled"
+    assert kept(memory, "factor") == [1], "only residuals have units"
+    assert memory.scale == 512.0
