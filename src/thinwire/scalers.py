@@ -44,7 +44,7 @@ class Scales:
                 )
             scaler = found[0] if len(found) == 1 else None
             self._scaler = None if scaler is None else weakref.ref(scaler)
-        if scaler is None or scaler._scale is None:
+        if scaler is None or not scaler.is_enabled() or scaler._scale is None:
             return None
         scale: torch.Tensor = scaler._scale
         return float(scale.item())

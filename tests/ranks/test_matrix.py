@@ -59,7 +59,6 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(),
     "no_sync": Way(no_sync=True),
     "unused parameters": Way(unused=True, buckets=0.002),
     "bucket rebuild": Way(buckets=0.002, buckets_after=0.006),

@@ -1,4 +1,4 @@
-"""A step counts as a whole or not at all: with GradScalers, several optimizers, users' programs, torch's names.
+"""A step counts as a whole or not at all: with GradScalers, several optimizers, users' and torch's programs.
 
 That all programs do is in test_matrix.py.
 """
