@@ -38,13 +38,9 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
         self.ddp = DistributedDataParallel(model)
-        # DDP lays out its buckets anew after the first backward, and blocks that share a scale follow them:
-        # with that behind us, a resumed run computes the same bits.
-        self.ddp(torch.zeros(1, WIDTH)).sum().backward()
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         chosen = eval(program, {"torch": torch}, vars(thinwire))
-        given = self.optimizer if isinstance(chosen, thinwire.Averaging | thinwire.ZeRO) else None
-        self.wire = thinwire.attach(self.ddp, chosen, optimizer=given, timeout=30.0)
+        self.wire = thinwire.attach(self.ddp, chosen, optimizer=self.optimizer, timeout=30.0)
         self.moments = thinwire.PerRank(self.optimizer, merge=thinwire.merge_optimizer_states)
 
     def train(self, step: int) -> None:

@@ -246,13 +246,18 @@ class Wire:
             }
         )
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, keep_buckets: bool = True
+    ) -> None:
         """Go on from a saved state of the same program; every rank must call it, each with its own state.
 
         Valid before the first backward, after the model and the optimizer were loaded. With another number of
         ranks than at the save, give every rank all ranks' states, as a list or as `read_states` reads them:
         what they shared is taken over, residuals and models that were apart become their mean, so nothing is
         lost.
+
+        Parameters go on travelling in the groups that they were saved in, so that all bits are the same;
+        `keep_buckets=False` takes DDP's new buckets instead, after a change of `bucket_cap_mb`.
 
         Raises StateError and changes nothing where the state does not fit, MismatchError where ranks come
         from different steps.
@@ -272,7 +277,7 @@ class Wire:
         try:
             with self._all_or_none("load_state_dict in full") as agreed:
                 memory = memory_for(parameters_of(ddp), own)
-                groups = groups_for(parameters_of(ddp), own["buckets"])
+                groups = groups_for(parameters_of(ddp), own["buckets"] if keep_buckets else [])
                 take_overs = [
                     runner.prepare(own.get(key))
                     for key, runner in (("averaging", averager), ("sharding", self._sharder))

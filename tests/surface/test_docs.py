@@ -1,5 +1,7 @@
 """What the documentation shows is run here."""
 
+import contextlib
+import io
 import re
 import warnings
 from pathlib import Path
@@ -104,6 +106,39 @@ def checkpointed(rank: int, world_size: int, folder: str) -> None:
 
 def test_the_checkpoint_examples_bring_every_rank_back(tmp_path: Path) -> None:
     assert run_ranks(checkpointed, 2, str(tmp_path)) == [None, None]
+
+
+def trusted(rank: int, world_size: int) -> str:
+    names: dict[str, Any] = {}
+    for block in python_blocks("docs/trust.md"):
+        exec(block, names)
+
+    def trained(how: str, *extra: Any) -> Any:
+        norm = torch.nn.LayerNorm(8)
+        ddp = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), norm))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        result = names[how](ddp, optimizer) if extra else names[how](ddp)
+        for step in range(1000 if how == "attach_with_audits" else 2):
+            optimizer.zero_grad()
+            ddp(batch(rank, step, width=8)).square().mean().backward()
+            optimizer.step()
+        return result
+
+    for how in ("attach_without_scaler", "attach_with_scaler", "attach_by_schedule"):
+        trained(how, "optimizer")
+    name, error, all_errors, residual = names["worst"](trained("attach_with_audits"))
+    assert name in ("0.weight", "1.weight")
+    assert 0 < all_errors <= error
+    assert residual > 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trained("attach_with_rules")
+    return printed.getvalue()
+
+
+def test_the_examples_of_trust_do_what_they_say() -> None:
+    for text in run_ranks(trusted, 2):
+        assert "rule '*.weight'" in text
+        assert "below 64 numbers" in text
 
 
 def test_the_readmes_own_program_is_the_examples() -> None:
