@@ -29,6 +29,7 @@ SEED ?= 1000
 EPISODES ?= 320
 MINUTES ?= 20
 soak: $(READY)
+	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/ranks/test_elastic.py
 	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.

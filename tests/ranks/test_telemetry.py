@@ -107,3 +107,16 @@ def test_bad_options_are_errors(tmp_path: Path) -> None:
         telemetry.Console(every=0)
     with pytest.raises(thinwire.OptionError, match="cannot be written"):
         telemetry.JsonLines(tmp_path / "none" / "x.jsonl")
+
+
+def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "bytes_se')
+    sink = telemetry.JsonLines(path)
+    sink.write({"step": 1})
+    sink.close()
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    other = tmp_path / "notes.txt"
+    other.write_text("not ours, and without a line's end")
+    telemetry.JsonLines(other).close()
+    assert other.read_text() == "not ours, and without a line's end"

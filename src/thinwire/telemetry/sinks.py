@@ -16,6 +16,7 @@ Audits are rows too, of purpose `"audit"`.
 """
 
 AUDIT = "audit"
+_LONGEST_LINE = 1 << 20
 
 
 class Sink(Protocol):
@@ -68,6 +69,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         try:
+            _cut_off_half_a_line(Path(path))
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until close()
         except OSError as error:
             raise OptionError(f"path={str(path)!r} cannot be written: {error.strerror}") from error
@@ -144,6 +146,19 @@ def _audit_line(row: Row) -> str:
     error, worst = (math.inf if row[key] is None else row[key] for key in ("error", "worst_error"))
     found = f"error {error:.3g}  worst {row['worst']} {worst:.3g}"
     return f"audit of step {row['step']}  {found}  {row['action']}".rstrip()
+
+
+def _cut_off_half_a_line(path: Path) -> None:
+    """What a killed process has left at the end of its log, so that the next line is whole."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        start = max(0, file.seek(0, 2) - _LONGEST_LINE)
+        file.seek(start)
+        end = file.read()
+        last = end.rfind(b"\n") + 1
+        if end[last:].startswith(b"{"):
+            file.truncate(start + last)
 
 
 def _library(name: str, what: str, package: str) -> Any:
