@@ -151,6 +151,36 @@ def halve(ddp: DDP) -> None:
             parameter.grad.mul_(0.5)
 
 
+def micro_batches_after_a_skipped_step(rank: int) -> None:
+    """A GradScaler has left out a step: the next one's micro-batches are no leftovers of it."""
+    for zero_first in (True, False):
+        ddp = DDP(mlp(width=8, layers=2))
+        optimizer = attached(ZeRO())(ddp)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(ddp(small(rank, 0)).square().mean() * (torch.inf if rank else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        before = flat_parameters(ddp.module)
+        if zero_first:
+            optimizer.zero_grad()
+        with ddp.no_sync():
+            loss = ddp(small(rank, 1)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+        scaler.scale(ddp(small(rank, 2)).square().mean()).backward()
+        scaler.step(optimizer)
+        after = flat_parameters(ddp.module)
+        assert after.isfinite().all()
+        assert not torch.equal(after, before)
+
+        scaler.scale(ddp(small(rank, 3)).square().mean()).backward()
+        with ddp.no_sync():
+            ddp(small(rank, 4)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="adds to gradients that were exchanged already"):
+            ddp(small(rank, 5)).square().mean().backward()
+        del scaler  # others step inside backward, where none may be in use
+
+
 def overlapped(ddp: DDP) -> Any:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     register_optimizer_overlap(ddp, optimizer)
@@ -183,6 +213,7 @@ def misuse(rank: int) -> None:
 
 
 def two_ranks(rank: int, world_size: int) -> None:
+    micro_batches_after_a_skipped_step(rank)
     for check in (kinds_of_parameters, users_changes, kept_optimizer, counters, wrong_clipping, misuse):
         check(rank)
 

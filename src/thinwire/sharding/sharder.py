@@ -218,7 +218,7 @@ class Sharder:
         for name, parameter in self._parameters.items():
             if name not in self._own:
                 optimizer.state.pop(parameter, None)  # a state that was loaded whole
-        self._delivered = False
+        self._delivered, self._left = False, []
         if self._lent is not None:
             self._lent.grad = None
             self._lent = None
