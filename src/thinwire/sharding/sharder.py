@@ -95,10 +95,19 @@ class Sharder:
         return Outcome(bucket.buffer, finite=all_finite(mean))
 
     def _forward(self, module: object, inputs: object) -> None:
-        """Look what gradients are left of a backward that no step has followed."""
-        if torch.is_grad_enabled():
-            self._left = [gradient for gradient in self._gradients() if self._delivered and gradient.any()]
-            self._delivered = bool(self._left)  # a step that was left out leaves none behind
+        """Look what gradients are left of a backward that no step has followed.
+
+        Only the first forward after it can tell: later ones may find those of micro-batches, after a step
+        that a GradScaler has skipped.
+        """
+        if not torch.is_grad_enabled():
+            return
+        held = self._gradients()
+        if self._delivered:
+            self._left = [gradient for gradient in held if gradient.any()]
+        else:
+            self._left = [gradient for gradient in held if any(gradient is left for left in self._left)]
+        self._delivered = False
 
     def before_backward(self) -> None:
         """Refuse to add to means that only their owners hold: of those, only a part would count."""
