@@ -13,6 +13,7 @@ from thinwire.checks import (
     check_at_least,
     check_audits,
     check_program,
+    check_rules,
     check_scaler,
     check_skipping,
     optimizers_of,
@@ -21,7 +22,7 @@ from thinwire.checks import (
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.handle import Wire, thinwire_hook
 from thinwire.programs.auditor import Auditor, OnExcess
-from thinwire.programs.rules import Rules, check_used, checked_rules
+from thinwire.programs.rules import Rules, checked_rules
 from thinwire.scalers import Scales
 from thinwire.schedules import Runs, Schedule, stages_of
 from thinwire.set_ups import decline, set_up_of
@@ -98,7 +99,7 @@ def attach(
         _check_hooks(ddp)
         optimizers = optimizers_of(optimizer, ddp)
         rules = checked_rules(rules)
-        check_used(rules, {name: one.shape for name, one in parameters_of(ddp).items()})
+        check_rules(rules, ddp)
         for stage in stages_of(program):
             check_program(stage, ddp, optimizers)
             check_audits(stage, audit_every)
@@ -106,6 +107,8 @@ def attach(
         check_at_least("check_every", check_every, 0, "0 never compares the replicas")
         check_at_least("history", history, 1, "stats() shows the latest steps")
         auditor = Auditor(audit_every, max_error, on_excess, history)
+        if not isinstance(on_excess, str):
+            check_program(on_excess, ddp, optimizers)
         limit = time_limit_of(timeout)
         check_scaler(scaler)
     except ThinwireError as error:

@@ -19,7 +19,7 @@ from thinwire.errors import UnavailableError, WireError
 from thinwire.grouping import Grouping, Home, bring_home, together
 from thinwire.programs.memory import Memory, Staged
 from thinwire.programs.overflow import is_finite
-from thinwire.programs.program import Bucket, Outcome, Program, by_program, outcome_of
+from thinwire.programs.program import NO_EXCEPTIONS, Bucket, Outcome, Program, by_program, outcome_of
 from thinwire.scalers import Scales
 from thinwire.set_ups import agree_on
 from thinwire.wire.communicator import Communicator
@@ -28,8 +28,6 @@ from thinwire.wire.meter import Meter
 from thinwire.wire.ops import Steps
 
 logger = logging.getLogger("thinwire")
-
-_NO_EXCEPTIONS: Mapping[str, Program] = {}
 
 
 class _OpenStep:
@@ -117,7 +115,7 @@ class Bridge:
         program: Program,
         grad_bucket: dist.GradBucket,
         memory: Memory,
-        exceptions: Mapping[str, Program] = _NO_EXCEPTIONS,
+        exceptions: Mapping[str, Program] = NO_EXCEPTIONS,
         undo: Callable[[], None] | None = None,
     ) -> "torch.futures.Future[torch.Tensor]":
         """Start the program on a bucket; the future holds what DDP shall write to the gradients.

@@ -13,6 +13,7 @@ from thinwire.averaging.policy import Averaging
 from thinwire.bridge import parameters_of
 from thinwire.errors import OptionError
 from thinwire.programs.program import Program, check_fit, describe, require_program
+from thinwire.programs.rules import Rules, check_used, rule_of
 from thinwire.sharding.zero import ZeRO
 
 
@@ -76,6 +77,15 @@ def optimizers_of(given: object, ddp: DistributedDataParallel) -> list[Optimizer
                 " that steps this model"
             )
     return optimizers
+
+
+def check_rules(rules: Rules, ddp: DistributedDataParallel) -> None:
+    """Refuse rules that nobody follows, and programs that do not fit those who do."""
+    shapes = {name: parameter.shape for name, parameter in parameters_of(ddp).items()}
+    check_used(rules, shapes)
+    for number, (_, program) in enumerate(rules):
+        own = {name: shape for name, shape in shapes.items() if rule_of(rules, name, shape) == number}
+        check_fit(program, own, ddp.process_group.size())
 
 
 def check_audits(program: object, audit_every: int) -> None:

@@ -21,9 +21,9 @@ from thinwire.explain import explain
 from thinwire.grouping import groups_for
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.audit import AuditRecord, Findings
-from thinwire.programs.auditor import Auditor, watched
+from thinwire.programs.auditor import Auditor, watched_all
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Program, describe
+from thinwire.programs.program import NO_EXCEPTIONS, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.programs.rules import Rules, choose, exceptions_of
 from thinwire.runners import Runners
@@ -97,7 +97,8 @@ class Wire:
         if ddp is None:
             raise AttachError("explain was called on a wire whose DDP model is gone")
         shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
-        return explain(self._program, choose(self._rules, gradient_program(self._program), shapes), shapes)
+        runs = self._schedule or self._program
+        return explain(runs, choose(self._rules, gradient_program(self._program), shapes), shapes)
 
     def swap(self, program: Runs) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
@@ -356,15 +357,12 @@ class Wire:
             self._sharder.before_backward()
         everybody = self._averager is None or self._averager.warm
         self._findings = self._auditor.begin(self.step) if everybody else None
-        known: dict[int, Program] = {}
-
-        def as_run(program: Program) -> Program:
-            if id(program) not in known:
-                known[id(program)] = self._as_run(watched(program, self._findings))
-            return known[id(program)]
-
-        exceptions = {name: as_run(program) for name, program in self._exceptions.items()}
-        self._programs = exceptions, as_run(gradient_program(self._program))
+        program = gradient_program(self._program)
+        program, exceptions = watched_all(program, self._exceptions, self._findings)
+        if self._averager is not None and self._averager.alone:
+            exceptions = NO_EXCEPTIONS
+        known = {id(one): self._as_run(one) for one in (program, *exceptions.values())}
+        self._programs = {name: known[id(one)] for name, one in exceptions.items()}, known[id(program)]
 
     def _as_run(self, program: Program) -> Program:
         if self._averager is not None:

@@ -186,6 +186,8 @@ def refused(rank: int, world_size: int) -> None:
         ({"skip_overflows": True}, "needs the optimizer whose steps to skip"),
         ({"scaler": 3}, "scaler=3 must be a torch.amp.GradScaler"),
         ({"rules": [("head", thinwire.Exact())]}, "'head' is never used"),
+        ({"rules": [("0.*", thinwire.AcrossNodes(thinwire.Int8(), node_size=2))]}, "does not divide the 1"),
+        ({"on_excess": thinwire.AcrossNodes(thinwire.Int8(), node_size=2)}, "does not divide the 1 ranks"),
     ]
     for options, message in bad:
         with pytest.raises(thinwire.OptionError, match=message):

@@ -277,3 +277,25 @@ def second_half(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("checks", [first_half, second_half])
 def test_loops_that_are_not_plain(checks: Any) -> None:
     assert run_ranks(checks, 2) == [None, None]
+
+
+def ruled(rank: int, world_size: int) -> None:
+    """Rules are for what is exchanged while training; one model in the end is the exact mean."""
+    ddp = DDP(mlp(layers=2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rules = [("*", thinwire.Sign())]
+    wire = thinwire.attach(ddp, thinwire.DiLoCo(period=4), optimizer=optimizer, rules=rules)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    (exchange,) = [record for record in wire.stats().records if record.purpose == "models"]
+    assert exchange.bytes_by_kind.keys() == {"AllToAll", "AllGather"}
+    mean = flat_parameters(ddp.module).clone()
+    dist.all_reduce(mean)
+    wire.finalize()
+    torch.testing.assert_close(flat_parameters(ddp.module), mean / world_size)
+
+
+def test_rules_hold_for_models_and_not_for_the_last_mean() -> None:
+    run_ranks(ruled, 2)

@@ -21,11 +21,10 @@ from thinwire.averaging.rounds import Rounds
 from thinwire.averaging.saved import checked, cloned, means_like
 from thinwire.errors import AttachError, DivergedError, StateError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.audit import Findings
-from thinwire.programs.auditor import watched
+from thinwire.programs.auditor import watched_all
 from thinwire.programs.memory import Memory
 from thinwire.programs.overflow import all_finite
-from thinwire.programs.program import Program
+from thinwire.programs.program import NO_EXCEPTIONS, Program
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.wire.communicator import Communicator
 from thinwire.wire.engine import Engine
@@ -107,7 +106,12 @@ class Averager:
         """What becomes of gradients that would go by `program`, in the step under way."""
         if self.warm:
             return program
-        return Alone() if self._policy.within is None else Within(program, self._neighbours)
+        return Alone() if self.alone else Within(program, self._neighbours)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each rank keeps its own gradients now."""
+        return not self.warm and self._policy.within is None
 
     def backward_ended(self) -> None:
         """All gradients of a step have been taken in."""
@@ -269,7 +273,8 @@ class Averager:
             changes = self._anchors.pseudo_gradients(average.fragment, self._parameters)
             window = (self._used + len(self._in_flight)) // len(self._fragments)
             overlap, findings = self._policy.overlap, self._audits.begin(window)
-            exchange = self._exchange(changes, self._policy.program, self._memory, ranks, findings)
+            program, exceptions = watched_all(self._policy.program, self._exceptions, findings)
+            exchange = self._exchange(changes, program, self._memory, ranks, exceptions)
         else:
             exchange, overlap = self._exchange(self._parameters, Exact(), Memory(), ranks), 0
             findings = None
@@ -282,14 +287,11 @@ class Averager:
         program: Program,
         memory: Memory,
         ranks: tuple[int, ...],
-        findings: Findings | None = None,
+        exceptions: Mapping[str, Program] = NO_EXCEPTIONS,
     ) -> Exchange:
         self._engine.step = self.step
         window = self._used // len(self._fragments)
-        known = {id(one): watched(one, findings) for one in (program, *self._exceptions.values())}
-        exceptions = {name: known[id(one)] for name, one in self._exceptions.items()}
-        chosen = known[id(program)]
-        return Exchange(self._engine, tensors, chosen, memory, ranks, self._place, window, exceptions)
+        return Exchange(self._engine, tensors, program, memory, ranks, self._place, window, exceptions)
 
     def _use(self, flight: InFlight) -> None:
         means, names = flight.means(), self._fragments[flight.fragment]

@@ -28,14 +28,14 @@ class Exchange:
         ranks: tuple[int, ...],
         place: tuple[int, int],
         step: int,
-        exceptions: Mapping[str, Program] | None = None,
+        exceptions: Mapping[str, Program],
     ) -> None:
         self._engine = engine
         self._complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
         self._memory: Staged | None = memory.staged()
         rank, size = place
         full: list[tuple[Program, Bucket]] = []
-        for chosen, members in by_program(tensors, program, exceptions or {}):
+        for chosen, members in by_program(tensors, program, exceptions):
             for names, buffer, shapes in _buckets({name: tensors[name] for name in members}):
                 bucket = Bucket(len(full), buffer, names, shapes, ranks.index(rank), len(ranks), step)
                 full.append((chosen, bucket))

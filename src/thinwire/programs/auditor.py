@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from numbers import Real
 from typing import TypeAlias
 
@@ -15,9 +16,14 @@ OnExcess: TypeAlias = str | Program
 """`"warn"`, `"raise"`, or a program to fall back to."""
 
 
-def watched(program: Program, findings: Findings | None) -> Program:
-    """The program; audited, if there is somebody who wants to know."""
-    return program if findings is None else Audited(program, findings)
+def watched_all(
+    program: Program, exceptions: Mapping[str, Program], findings: Findings | None
+) -> tuple[Program, Mapping[str, Program]]:
+    """A program and its exceptions; audited, if there is somebody who wants to know."""
+    if findings is None:
+        return program, exceptions
+    known = {id(one): Audited(one, findings) for one in (program, *exceptions.values())}
+    return known[id(program)], {name: known[id(one)] for name, one in exceptions.items()}
 
 
 class Auditor:

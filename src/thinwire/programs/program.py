@@ -141,6 +141,10 @@ def mean_of(steps: Steps[Outcome]) -> Steps[torch.Tensor]:
     return (yield from steps).mean
 
 
+NO_EXCEPTIONS: Mapping[str, Program] = {}
+"""All parameters go by one program."""
+
+
 def by_program(
     names: Iterable[str], program: Program, exceptions: Mapping[str, Program]
 ) -> list[tuple[Program, tuple[str, ...]]]:
