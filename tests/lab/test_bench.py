@@ -74,7 +74,8 @@ def test_meter_and_device_agree(finished: tuple[Path, subprocess.CompletedProces
     for name in ("Exact", "BF16"):
         meter, device = rows[name]["meter_bytes"], rows[name]["device_bytes"]
         assert meter <= device < 1.05 * meter, name
-    assert rows["BF16"]["meter_bytes"] == rows["Exact"]["meter_bytes"] / 2
+    half = rows["Exact"]["meter_bytes"] / 2
+    assert half < rows["BF16"]["meter_bytes"] < 1.02 * half  # biases travel as they are
     assert rows["DDP"]["device_bytes"] == pytest.approx(rows["Exact"]["device_bytes"], rel=0.02)
 
 
