@@ -328,13 +328,14 @@ class Wire:
         same = averager is None or averager.warm
         if same and self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
             self._compare_replicas()
-        if bucket.index() == 0:
+        index, last = self._bridge.place(bucket)
+        if index == 0:
             self._begin()
         elsewise, program = self._programs
         future = self._bridge.run(program, bucket, self._memory, elsewise)
-        if bucket.is_last() and averager is not None:
+        if last and averager is not None:
             averager.backward_ended()
-        if bucket.is_last() and self._sharder is not None:
+        if last and self._sharder is not None:
             sharder, queue = self._sharder, Variable._execution_engine.queue_callback
             queue(lambda: queue(sharder.after_backward))  # after DDP's own, which writes the gradients
         return future

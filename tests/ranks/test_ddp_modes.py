@@ -56,6 +56,37 @@ def modes(rank: int, world_size: int) -> None:
         both_ways(rank, mlp, program=Staged(), static_graph=True, **tiny)
 
 
+class TwoDtypes(nn.Module):
+    """Small, and in two buckets from the first step on: DDP's first ones take a megabyte of one dtype each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)).double()).float()
+        return out
+
+
+def static_graphs(rank: int, world_size: int) -> None:
+    """In their first backward DDP calls all buckets number 0, and none the last."""
+    for program in (thinwire.Exact(), Staged()):
+        both_ways(rank, TwoDtypes, program=program, static_graph=True)
+    ddp = DDP(TwoDtypes(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    wire = thinwire.attach(ddp, thinwire.LocalSGD(period=2, warmup_steps=1), optimizer=optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        assert wire.step == step + 1
+
+
+def test_static_graphs_of_several_buckets() -> None:
+    run_ranks(static_graphs, 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_modes(world_size: int) -> None:
     run_ranks(modes, world_size)
