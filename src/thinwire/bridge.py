@@ -128,10 +128,11 @@ class Bridge:
 
         Parameters among `exceptions` go by a program of their own. If the step turns out not to count, `undo`
         is called.
+
+        A rank that has run out of inputs (Join) has no backward at whose end a callback could settle the
+        step: it waits here, so that what the others do at that point, it does too.
         """
         check_bucket(grad_bucket)
-        if self._open is not None and self._open.closed:  # a joined rank's, which no callback has settled
-            self.settle()
         index, last = self.place(grad_bucket)
         bucket = self._describe(grad_bucket, index)
         self._check_sequence(bucket, last)
@@ -142,8 +143,10 @@ class Bridge:
         if last:
             step.closed = True
             self.grouping.end()
-            if in_backward():  # a joined rank learns of errors by the futures
+            if in_backward():
                 Variable._execution_engine.queue_callback(self._before_ddp_finishes)
+            else:
+                self.settle()
         return future
 
     def _begin(self) -> _OpenStep:
@@ -260,6 +263,10 @@ def _left_out(ddp: DistributedDataParallel | None, parameters: Mapping[str, torc
     """Parameters that no rank used: DDP drops their means, so their residuals are still owed."""
     if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
         return set()
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    used = ddp.reducer._get_local_used_map().tolist()  # which DDP has summed over all ranks by now
+    if len(used) == len(trained):
+        return {name for name, count in zip(trained, used, strict=True) if not count}
     return {name for name, parameter in parameters.items() if parameter.grad is None}
 
 
