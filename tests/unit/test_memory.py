@@ -47,3 +47,17 @@ def test_a_residual_of_another_shape_is_refused() -> None:
     memory.slot("w", "residual", lambda: torch.zeros(1))
     with pytest.raises(StateError, match=r"the residual of w has shape \(1,\), the parameter \(2,\)"):
         Memory().load_state_dict(memory.state_dict(), shapes={"w": torch.Size((2,))})
+
+
+def test_residuals_of_models_are_in_no_scalers_units() -> None:
+    memory = Memory()
+    for scope in (memory, memory.scoped("slice 0 of 2"), memory.scoped("models").scoped("slice 0 of 2")):
+        scope.slot("w", "residual", lambda: torch.ones(1))
+    memory.rescale(2.0)
+    memory.rescale(4.0)
+    kept = memory.state_dict()["w"]
+    assert {key: tensor.item() for key, tensor in kept.items()} == {
+        "residual": 2.0,
+        "slice 0 of 2: residual": 2.0,
+        "models: slice 0 of 2: residual": 1.0,
+    }
