@@ -105,7 +105,7 @@ class Bridge:
         """Asks all ranks whether means are finite, where each rank sees only some of them."""
         self.grouping = Grouping()
         self._resumes = resumes
-        self._scales = scales or Scales()
+        self.scales = scales or Scales()
         self._ddp = weakref.ref(ddp)
         self._latest = -1
         self._taken = 0
@@ -150,7 +150,7 @@ class Bridge:
         return future
 
     def _begin(self) -> _OpenStep:
-        self._open = _OpenStep(self._scales.now(self.overflowed))
+        self._open = _OpenStep(self.scales.now(self.overflowed))
         return self._open
 
     def _start(

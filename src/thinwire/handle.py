@@ -27,7 +27,7 @@ from thinwire.programs.program import Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.programs.rules import Rules, choose, exceptions_of
 from thinwire.runners import Runners
-from thinwire.schedules import Runs, Schedule, gradient_program, with_program
+from thinwire.schedules import Runs, Schedule, fallbacks_of, gradient_program, with_gradients, with_program
 from thinwire.set_ups import agree_on, decline
 from thinwire.sharding.zero import ZeRO
 from thinwire.state import FORMAT, memory_for, own_state, ranked, readable, where_it_is
@@ -58,6 +58,8 @@ class Wire:
         self._bridge = bridge
         self._schedule = program if isinstance(program, Schedule) else None
         self._program: Runs = program.at(0) if isinstance(program, Schedule) else program
+        self._ended = False
+        """Whether there was a schedule, which a swap or an audit has ended."""
         self._rules = rules
         self._auditor = auditor
         self._memory = Memory()
@@ -108,10 +110,10 @@ class Wire:
         schedule ends here.
         """
         self._swap(program)
-        self._schedule = None
+        self._end_schedule()
 
     def _swap(self, program: Runs) -> None:
-        ddp, communicator = self._ddp(), self._bridge.communicator
+        ddp, bridge, communicator = self._ddp(), self._bridge, self._bridge.communicator
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
         check_program(program, ddp, self._runners.living_optimizers())
@@ -131,14 +133,14 @@ class Wire:
         )  # what it refuses leaves everything as it is
         if old is not None:
             old.retire()
+            bridge.scales.bring_together(communicator.meeting, communicator.limit)
         self._program, self._averager = program, new
         self._start(ddp)
 
     def _start(self, ddp: DistributedDataParallel) -> None:
         """Set to work what runs now, and the schedule behind it."""
         bridge, program = self._bridge, self._program
-        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
-        self._exceptions = exceptions_of(self._rules, gradient_program(program), shapes)
+        self._choose()
         if self._averager is not None:
             self._averager.start(bridge.engine, lambda: bridge.overflowed)
         if self._sharder is not None and isinstance(program, ZeRO) and not program.interleaved:
@@ -153,7 +155,7 @@ class Wire:
         if self._schedule is None or not torch.is_grad_enabled() or self._bridge.engine.mid_step:
             return
         due = self._schedule.at(self.step)
-        if due is not self._program:
+        if due is not self._program and describe(due) != describe(self._program):
             self._swap(due)
             if self._averager is not None:
                 self._averager.begin()
@@ -164,13 +166,31 @@ class Wire:
             return
         findings, self._findings = self._findings, None
         fallback = self._auditor.conclude(findings, self.step - 1, GRADIENTS)
-        if fallback is not None:
+        if fallback is None:
+            return
+        if self._averager is None:
             self.swap(fallback)
+            return
+        self._program = self._averager.policy = with_gradients(self._program, fallback)
+        self._end_schedule()
+        self._choose()
 
     def _fall_back(self, program: Program) -> Runs:
         """Exchange models by another program from now on."""
         self._program = with_program(self._program, program)
+        self._end_schedule()
         return self._program
+
+    def _end_schedule(self) -> None:
+        self._ended = self._ended or self._schedule is not None
+        self._schedule = None
+
+    def _choose(self) -> None:
+        """What each parameter's gradients go by."""
+        ddp = self._ddp()
+        assert ddp is not None, "its own hooks are running, or the caller holds it"
+        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
+        self._exceptions = exceptions_of(self._rules, gradient_program(self._program), shapes)
 
     def finalize(self) -> None:
         """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
@@ -235,6 +255,7 @@ class Wire:
             {
                 "format": FORMAT,
                 "program": describe(self._program),
+                "schedule_ended": self._ended,
                 "step": self.step,
                 "rank": self._bridge.communicator.rank,
                 "world_size": self._bridge.communicator.size,
@@ -283,6 +304,8 @@ class Wire:
             if averager is not None and averager is not self._averager:
                 averager.close()
             raise
+        if own.get("schedule_ended", False):
+            self._end_schedule()
         self._resume(ddp, runs, averager)
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
@@ -306,11 +329,9 @@ class Wire:
         """What this wire may have been running when it was saved: stages, and what audits fall back to."""
         stages = [self._program] if self._schedule is None else list(self._schedule.stages.values())
         fallback = self._auditor.on_excess
-        return (
-            stages
-            if isinstance(fallback, str)
-            else [*(with_program(one, fallback) for one in stages), *stages]
-        )
+        if isinstance(fallback, str):
+            return stages
+        return [*(one for stage in stages for one in fallbacks_of(stage, fallback)), *stages]
 
     def _resume(self, ddp: DistributedDataParallel, runs: Runs, averager: Averager | None) -> None:
         """Run what was running, without bringing models together as a swap does."""
@@ -319,7 +340,7 @@ class Wire:
         if self._averager is not None:
             self._averager.close()
         if self._schedule is not None and runs not in self._schedule.stages.values():
-            self._schedule = None
+            self._end_schedule()
         self._program, self._averager = runs, averager
         self._start(ddp)
 

@@ -4,11 +4,15 @@ A residual is in the units of the gradients it came from, and a scaler changes t
 """
 
 import gc
+import json
 import logging
 import weakref
+from datetime import timedelta
 
 import torch
 from torch.amp import GradScaler
+
+from thinwire.wire.agree import Meeting
 
 logger = logging.getLogger("thinwire")
 
@@ -44,7 +48,21 @@ class Scales:
                 )
             scaler = found[0] if len(found) == 1 else None
             self._scaler = None if scaler is None else weakref.ref(scaler)
-        if scaler is None or scaler._scale is None:
+        if scaler is None or not scaler.is_enabled() or scaler._scale is None:
             return None
         scale: torch.Tensor = scaler._scale
         return float(scale.item())
+
+    def bring_together(self, meeting: Meeting, limit: timedelta) -> None:
+        """Where ranks have trained apart, so have their scalers: all go on with the least of their scales.
+
+        Otherwise the mean would be of gradients in different units. Collective.
+        """
+        scaler = None if self.now(False) is None or self._scaler is None else self._scaler()
+        own = None if scaler is None else [self.now(False), scaler._get_growth_tracker()]
+        told = [json.loads(text) for text in meeting.gather("scales", json.dumps(own), limit)]
+        if scaler is None or scaler._growth_tracker is None or any(other is None for other in told):
+            return
+        if any(other != own for other in told):  # counts to the next growth too
+            scaler.update(min(scale for scale, _ in told))
+            scaler._growth_tracker.fill_(0)

@@ -67,7 +67,22 @@ def gradient_program(runs: Runs) -> Program:
 
 
 def with_program(runs: Runs, program: Program) -> Runs:
-    """The same, with another program for what it exchanges."""
-    changed: Any = replace(runs, program=program) if isinstance(runs, DiLoCo) else program
+    """The same, with another program for the models that it exchanges."""
+    changed: Any = replace(runs, program=program) if isinstance(runs, DiLoCo) else runs
     result: Runs = changed
     return result
+
+
+def with_gradients(runs: Runs, program: Program) -> Runs:
+    """The same, with another program for gradients."""
+    changed: Any = replace(runs, gradients=program) if isinstance(runs, Averaging) else program
+    result: Runs = changed
+    return result
+
+
+def fallbacks_of(runs: Runs, program: Program) -> list[Runs]:
+    """What may become of it when audits of gradients, of models, or of both turn to `program`."""
+    gradients = with_gradients(runs, program)
+    if not isinstance(runs, DiLoCo):
+        return [gradients]
+    return [gradients, with_program(runs, program), with_program(gradients, program)]

@@ -71,6 +71,8 @@ def _checked(state: object, programs: Sequence[str], place: tuple[int, int]) -> 
     scale = state["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise StateError(f"scale={scale!r} must be a positive number, or None: a GradScaler's")
+    if not isinstance(state.get("schedule_ended", False), bool):
+        raise StateError(f"schedule_ended={state['schedule_ended']!r} must be True or False")
     for key in ("averaging", "sharding"):
         if not isinstance(state.get(key), dict | None):
             raise StateError(f"{key} is a {type(state[key]).__name__}: it must be a dict, or None")
