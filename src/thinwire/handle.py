@@ -3,6 +3,7 @@
 # DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.averager import Averager
+from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, in_backward, parameters_of
 from thinwire.checks import check_program
 from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
@@ -133,7 +135,9 @@ class Wire:
         )  # what it refuses leaves everything as it is
         if old is not None:
             old.retire()
-            bridge.scales.bring_together(communicator.meeting, communicator.limit)
+            own = json.dumps(bridge.scales.standing())
+            told = communicator.meeting.gather("scales", own, communicator.limit)
+            bridge.scales.bring_together([tuple(one) if one else None for one in map(json.loads, told)])
         self._program, self._averager = program, new
         self._start(ddp)
 
@@ -171,7 +175,9 @@ class Wire:
         if self._averager is None:
             self.swap(fallback)
             return
-        self._program = self._averager.policy = with_gradients(self._program, fallback)
+        changed = with_gradients(self._program, fallback)
+        assert isinstance(changed, Averaging), "averagers run nothing else"
+        self._program = self._averager.policy = changed
         self._end_schedule()
         self._choose()
 

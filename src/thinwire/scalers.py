@@ -4,15 +4,12 @@ A residual is in the units of the gradients it came from, and a scaler changes t
 """
 
 import gc
-import json
 import logging
 import weakref
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 from torch.amp import GradScaler
-
-from thinwire.wire.agree import Meeting
 
 logger = logging.getLogger("thinwire")
 
@@ -53,16 +50,21 @@ class Scales:
         scale: torch.Tensor = scaler._scale
         return float(scale.item())
 
-    def bring_together(self, meeting: Meeting, limit: timedelta) -> None:
+    def standing(self) -> tuple[float, int] | None:
+        """The scale, and the steps since it last changed; None without a scaler."""
+        scale, scaler = self.now(False), None if self._scaler is None else self._scaler()
+        return None if scale is None or scaler is None else (scale, scaler._get_growth_tracker())
+
+    def bring_together(self, standings: Sequence[tuple[float, int] | None]) -> None:
         """Where ranks have trained apart, so have their scalers: all go on with the least of their scales.
 
-        Otherwise the mean would be of gradients in different units. Collective.
+        Otherwise the mean would be of gradients in different units, or would be before long.
         """
-        scaler = None if self.now(False) is None or self._scaler is None else self._scaler()
-        own = None if scaler is None else [self.now(False), scaler._get_growth_tracker()]
-        told = [json.loads(text) for text in meeting.gather("scales", json.dumps(own), limit)]
-        if scaler is None or scaler._growth_tracker is None or any(other is None for other in told):
+        scaler = None if self._scaler is None else self._scaler()
+        told = [one for one in standings if one is not None]
+        if scaler is None or len(told) < len(standings) or len(set(told)) == 1:
             return
-        if any(other != own for other in told):  # counts to the next growth too
-            scaler.update(min(scale for scale, _ in told))
-            scaler._growth_tracker.fill_(0)
+        scaler.update(min(scale for scale, _ in told))
+        tracker = scaler._growth_tracker
+        if tracker is not None:
+            tracker.fill_(0)

@@ -60,7 +60,7 @@ def modes(rank: int, world_size: int) -> None:
 
 
 class TwoDtypes(nn.Module):
-    """Small, and in two buckets from the first step on: DDP's first ones take a megabyte of one dtype each."""
+    """Small, and in two buckets from the first step on: DDP's first ones are of one dtype each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def owed_to_unused(rank: int, world_size: int, to_none: bool) -> None:
     """What is owed to a parameter that no rank used stays, however gradients were zeroed."""
     ddp = DDP(Detour(), find_unused_parameters=True)
     wire = thinwire.attach(ddp, thinwire.Int4())
-    owed = []
+    owed: list[list[torch.Tensor]] = []
     for detour in (True, False, True):
         ddp.zero_grad(set_to_none=to_none)
         ddp(batch(rank, len(owed)), detour=detour).square().mean().backward()
@@ -235,8 +235,8 @@ def test_what_is_owed_to_unused_parameters_stays(to_none: bool) -> None:
 
 def stepped_in_backward(rank: int, world_size: int) -> None:
     """Gradients are dropped at the end of backward: that does not mean that nobody used the parameters."""
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-        ddp = DDP(mlp(), **options)
+    for static in (True, False):
+        ddp = DDP(mlp(), find_unused_parameters=not static, static_graph=static)
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=0)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         register_optimizer_overlap(ddp, optimizer, powerSGD_hook, state)

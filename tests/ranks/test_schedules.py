@@ -12,12 +12,11 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 
-LOCAL = {"period": 4}
 AUDITS: dict[str, Any] = {"audit_every": 2, "max_error": 1e-9, "on_excess": thinwire.Exact()}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "equal stages": (
         thinwire.Schedule(
-            {0: thinwire.LocalSGD(**LOCAL), 5: thinwire.Int4(), 7: thinwire.LocalSGD(**LOCAL)}
+            {0: thinwire.LocalSGD(period=4), 5: thinwire.Int4(), 7: thinwire.LocalSGD(period=4)}
         ),
         {},
     ),
@@ -109,7 +108,7 @@ def test_scalers_that_were_apart_come_together() -> None:
 
 
 def without_a_scaler(rank: int, world_size: int) -> None:
-    """A run that scaled its loss is resumed by one that does not: residuals are in the units of the former."""
+    """A run that scaled its loss is resumed by one that does not: residuals are in its units."""
     ends = []
     for scaled in (True, False):
         first, second = Job(rank, thinwire.Int4(), scaled), Job(rank, thinwire.Int4())
