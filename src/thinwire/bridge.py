@@ -103,9 +103,13 @@ class Bridge:
         """Asks all ranks whether means are finite, where each rank sees only some of them."""
         self.grouping = Grouping()
         self._resumes = resumes
-        self._scales = scales or Scales()
+        self.scales = scales or Scales()
         self._ddp = weakref.ref(ddp)
         self._latest = -1
+        self._taken = 0
+        self._delays = ddp.static_graph
+        """Whether the backward to come is the first under static_graph."""
+        self._all = sum(one.requires_grad for one in parameters.values())
         self._open: _OpenStep | None = None
         self._ddp_talks_last = ddp.find_unused_parameters
         weakref.finalize(ddp, self.engine.close)
@@ -122,11 +126,13 @@ class Bridge:
 
         Parameters among `exceptions` go by a program of their own. If the step turns out not to count, `undo`
         is called.
+
+        A rank that has run out of inputs (Join) has no backward at whose end a callback could settle the
+        step: it waits here, so that what the others do at that point, it does too.
         """
         check_bucket(grad_bucket)
-        if self._open is not None and self._open.closed:  # a joined rank's, which no callback has settled
-            self.settle()
-        bucket, last = self._describe(grad_bucket), grad_bucket.is_last()
+        index, last = self.place(grad_bucket)
+        bucket = self._describe(grad_bucket, index)
         self._check_sequence(bucket, last)
         step = self._begin() if self._open is None else self._open
         if undo is not None:
@@ -135,12 +141,14 @@ class Bridge:
         if last:
             step.closed = True
             self.grouping.end()
-            if in_backward():  # a joined rank learns of errors by the futures
+            if in_backward():
                 Variable._execution_engine.queue_callback(self._before_ddp_finishes)
+            else:
+                self.settle()
         return future
 
     def _begin(self) -> _OpenStep:
-        self._open = _OpenStep(self._scales.now(self.overflowed))
+        self._open = _OpenStep(self.scales.now(self.overflowed))
         return self._open
 
     def _start(
@@ -202,6 +210,17 @@ class Bridge:
                 parameter.grad.fill_(math.nan)
         self.settled(False)
 
+    def place(self, bucket: dist.GradBucket) -> tuple[int, bool]:
+        """The number of a bucket that has just come, and whether it is the step's last.
+
+        In the first backward under static_graph, DDP hands all buckets over at the end, and calls each of
+        them number 0 and none the last.
+        """
+        taken = self._taken + len(bucket.parameters())
+        if self._delays and taken <= self._all:
+            return self._latest + 1, bucket.is_last() or taken == self._all
+        return bucket.index(), bucket.is_last()
+
     def _check_sequence(self, bucket: Bucket, last: bool) -> None:
         """DDP hands over a step's buckets in rising order; one that falls back begins another step."""
         if bucket.index <= self._latest:
@@ -210,6 +229,8 @@ class Bridge:
                 f" after bucket {self._latest}, so ranks may have parted ways; resume from a checkpoint"
             )
         self._latest = -1 if last else bucket.index
+        self._taken = 0 if last else self._taken + len(bucket.names)
+        self._delays = self._delays and not last
 
     def _before_ddp_finishes(self) -> None:
         """Runs ahead of DDP's own final callback, in which it waits and copies bucket after bucket.
@@ -223,10 +244,10 @@ class Bridge:
             self.engine.settle()
         Variable._execution_engine.queue_callback(self.settle)
 
-    def _describe(self, bucket: dist.GradBucket) -> Bucket:
+    def _describe(self, bucket: dist.GradBucket, index: int) -> Bucket:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         return Bucket(
-            index=bucket.index(),
+            index=index,
             buffer=buffer,
             names=tuple(self.names[id(parameter)] for parameter in parameters),
             shapes=tuple(_shape_in(buffer, parameter) for parameter in parameters),
@@ -240,6 +261,10 @@ def _left_out(ddp: DistributedDataParallel | None, parameters: Mapping[str, torc
     """Parameters that no rank used: DDP drops their means, so their residuals are still owed."""
     if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
         return set()
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    used = ddp.reducer._get_local_used_map().tolist()  # which DDP has summed over all ranks by now
+    if len(used) == len(trained):
+        return {name for name, count in zip(trained, used, strict=True) if not count}
     return {name for name, parameter in parameters.items() if parameter.grad is None}
 
 

@@ -106,6 +106,11 @@ def check_skipping(skip_overflows: object, optimizers: Sequence[Optimizer]) -> N
             "skip_overflows=True needs the optimizer whose steps to skip: give it, as in"
             " attach(ddp, ..., optimizer=optimizer)"
         )
+    if skip_overflows and any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+        raise OptionError(
+            "skip_overflows=True cannot leave out what overflows in a step of LBFGS, which takes several"
+            " backward passes: look at the loss in its closure"
+        )
 
 
 def check_scaler(scaler: object) -> None:

@@ -2,9 +2,8 @@
 
 # DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.averaging.averager import Averager
+from thinwire.averaging.policy import Averaging
 from thinwire.bridge import Bridge, in_backward, parameters_of
 from thinwire.checks import check_program
-from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
+from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.explain import explain
 from thinwire.grouping import groups_for
 from thinwire.programs.allreduce import Exact
@@ -26,11 +26,11 @@ from thinwire.programs.memory import Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program, describe
 from thinwire.programs.replicas import compare_replicas, fingerprints
 from thinwire.programs.rules import Rules, choose, exceptions_of
-from thinwire.runners import Runners
-from thinwire.schedules import Runs, Schedule, gradient_program, with_program
-from thinwire.set_ups import agree_on, decline
+from thinwire.runners import Runners, share_scales
+from thinwire.schedules import Runs, Schedule, gradient_program, known_runs, with_gradients, with_program
+from thinwire.set_ups import agree_on
 from thinwire.sharding.zero import ZeRO
-from thinwire.state import FORMAT, memory_for, own_state, ranked, readable, where_it_is
+from thinwire.state import FORMAT, all_or_none, memory_for, own_state, ranked, where_it_is
 from thinwire.wire.meter import GRADIENTS, Stats
 
 
@@ -58,6 +58,8 @@ class Wire:
         self._bridge = bridge
         self._schedule = program if isinstance(program, Schedule) else None
         self._program: Runs = program.at(0) if isinstance(program, Schedule) else program
+        self._ended = False
+        """Whether there was a schedule, which a swap or an audit has ended."""
         self._rules = rules
         self._auditor = auditor
         self._memory = Memory()
@@ -109,10 +111,10 @@ class Wire:
         schedule ends here.
         """
         self._swap(program)
-        self._schedule = None
+        self._end_schedule()
 
     def _swap(self, program: Runs) -> None:
-        ddp, communicator = self._ddp(), self._bridge.communicator
+        ddp, bridge, communicator = self._ddp(), self._bridge, self._bridge.communicator
         if ddp is None:
             raise AttachError("swap was called on a wire whose DDP model is gone: attach to a new one")
         check_program(program, ddp, self._runners.living_optimizers())
@@ -127,19 +129,17 @@ class Wire:
         if old is not None:
             old.end_open_step()
         agree_on({"program": describe(program)}, communicator.meeting, communicator.limit, topic="swap")
-        new = self._runners.averager(
-            program, ddp, self._fall_back
-        )  # what it refuses leaves everything as it is
+        new = self._runners.averager(program, ddp, self._fall_back)  # if it refuses, nothing has changed
         if old is not None:
             old.retire()
+            share_scales(bridge)
         self._program, self._averager = program, new
         self._start(ddp)
 
     def _start(self, ddp: DistributedDataParallel) -> None:
         """Set to work what runs now, and the schedule behind it."""
         bridge, program = self._bridge, self._program
-        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
-        self._exceptions = exceptions_of(self._rules, gradient_program(program), shapes)
+        self._choose()
         if self._averager is not None:
             self._averager.start(bridge.engine, lambda: bridge.overflowed)
         if self._sharder is not None and isinstance(program, ZeRO) and not program.interleaved:
@@ -154,7 +154,7 @@ class Wire:
         if self._schedule is None or not torch.is_grad_enabled() or self._bridge.engine.mid_step:
             return
         due = self._schedule.at(self.step)
-        if due is not self._program:
+        if due is not self._program and describe(due) != describe(self._program):
             self._swap(due)
             if self._averager is not None:
                 self._averager.begin()
@@ -165,13 +165,33 @@ class Wire:
             return
         findings, self._findings = self._findings, None
         fallback = self._auditor.conclude(findings, self.step - 1, GRADIENTS)
-        if fallback is not None:
+        if fallback is None:
+            return
+        if self._averager is None:
             self.swap(fallback)
+            return
+        changed = with_gradients(self._program, fallback)
+        assert isinstance(changed, Averaging), "averagers run nothing else"
+        self._program = self._averager.policy = changed
+        self._end_schedule()
+        self._choose()
 
     def _fall_back(self, program: Program) -> Runs:
         """Exchange models by another program from now on."""
         self._program = with_program(self._program, program)
+        self._end_schedule()
         return self._program
+
+    def _end_schedule(self) -> None:
+        self._ended = self._ended or self._schedule is not None
+        self._schedule = None
+
+    def _choose(self) -> None:
+        """What each parameter's gradients go by."""
+        ddp = self._ddp()
+        assert ddp is not None, "its own hooks are running, or the caller holds it"
+        shapes = {name: one.shape for name, one in parameters_of(ddp).items()}
+        self._exceptions = exceptions_of(self._rules, gradient_program(self._program), shapes)
 
     def finalize(self) -> None:
         """Bring all ranks to one model: call it on every rank when training ends, and before evaluating.
@@ -236,6 +256,7 @@ class Wire:
             {
                 "format": FORMAT,
                 "program": describe(self._program),
+                "schedule_ended": self._ended,
                 "step": self.step,
                 "rank": self._bridge.communicator.rank,
                 "world_size": self._bridge.communicator.size,
@@ -267,8 +288,8 @@ class Wire:
         communicator, ddp = self._bridge.communicator, self._ddp()
         if ddp is None:
             raise AttachError("load_state_dict was called on a wire whose DDP model is gone")
-        known = {describe(runs): runs for runs in self._known()}
-        with self._all_or_none("load_state_dict") as agreed:
+        known = known_runs(self._schedule or self._program, self._auditor.on_excess)
+        with all_or_none(communicator, "load_state_dict") as agreed:
             own = own_state(state, list(known), communicator.rank, communicator.size)
             agreed.update(step=str(own["step"]), program=own["program"])
         runs = known[own["program"]]
@@ -276,7 +297,7 @@ class Wire:
             self._averager if runs is self._program else self._runners.averager(runs, ddp, self._fall_back)
         )
         try:
-            with self._all_or_none("load_state_dict in full") as agreed:
+            with all_or_none(communicator, "load_state_dict in full") as agreed:
                 memory = memory_for(parameters_of(ddp), own)
                 groups = groups_for(parameters_of(ddp), own["buckets"] if keep_buckets else [])
                 take_overs = [
@@ -289,34 +310,14 @@ class Wire:
             if averager is not None and averager is not self._averager:
                 averager.close()
             raise
+        if own.get("schedule_ended", False):
+            self._end_schedule()
         self._resume(ddp, runs, averager)
         self._memory.take_over(memory)
         self._bridge.engine.step = own["step"]
         self._bridge.grouping.held = self._bridge.grouping.upcoming = groups
         for take_over in take_overs:
             take_over()
-
-    @contextlib.contextmanager
-    def _all_or_none(self, topic: str) -> Iterator[dict[str, str]]:
-        """Read a state on all ranks: what one of them refuses, or finds to differ, all refuse."""
-        communicator, agreed = self._bridge.communicator, dict[str, str]()
-        try:
-            with readable():
-                yield agreed
-        except StateError as error:
-            decline(str(error), communicator.meeting, topic)
-            raise
-        agree_on(agreed, communicator.meeting, communicator.limit, topic)
-
-    def _known(self) -> list[Runs]:
-        """What this wire may have been running when it was saved: stages, and what audits fall back to."""
-        stages = [self._program] if self._schedule is None else list(self._schedule.stages.values())
-        fallback = self._auditor.on_excess
-        return (
-            stages
-            if isinstance(fallback, str)
-            else [*(with_program(one, fallback) for one in stages), *stages]
-        )
 
     def _resume(self, ddp: DistributedDataParallel, runs: Runs, averager: Averager | None) -> None:
         """Run what was running, without bringing models together as a swap does."""
@@ -325,7 +326,7 @@ class Wire:
         if self._averager is not None:
             self._averager.close()
         if self._schedule is not None and runs not in self._schedule.stages.values():
-            self._schedule = None
+            self._end_schedule()
         self._program, self._averager = runs, averager
         self._start(ddp)
 
@@ -334,13 +335,14 @@ class Wire:
         same = averager is None or averager.warm
         if same and self._check_every and not engine.mid_step and engine.step % self._check_every == 0:
             self._compare_replicas()
-        if bucket.index() == 0:
+        index, last = self._bridge.place(bucket)
+        if index == 0:
             self._begin()
         elsewise, program = self._programs
         future = self._bridge.run(program, bucket, self._memory, elsewise)
-        if bucket.is_last() and averager is not None:
+        if last and averager is not None:
             averager.backward_ended()
-        if bucket.is_last() and self._sharder is not None:
+        if last and self._sharder is not None:
             sharder, queue = self._sharder, Variable._execution_engine.queue_callback
             queue(lambda: queue(sharder.after_backward))  # after DDP's own, which writes the gradients
         return future

@@ -1,5 +1,6 @@
 """What runs ZeRO and averaged models beside the hook; plain programs need nobody."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,3 +74,11 @@ class Runners:
     def living_optimizers(self) -> list[Optimizer]:
         """Those that were given, and still are."""
         return [one for reference in self.optimizers if (one := reference()) is not None]
+
+
+def share_scales(bridge: Bridge) -> None:
+    """Bring the ranks' GradScalers together: while ranks trained apart, each went its own way."""
+    communicator = bridge.communicator
+    own = json.dumps(bridge.scales.standing())
+    told = communicator.meeting.gather("scales", own, communicator.limit)
+    bridge.scales.bring_together([tuple(one) if one else None for one in map(json.loads, told)])

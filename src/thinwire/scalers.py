@@ -6,6 +6,7 @@ A residual is in the units of the gradients it came from, and a scaler changes t
 import gc
 import logging
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.amp import GradScaler
@@ -48,3 +49,22 @@ class Scales:
             return None
         scale: torch.Tensor = scaler._scale
         return float(scale.item())
+
+    def standing(self) -> tuple[float, int] | None:
+        """The scale, and the steps since it last changed; None without a scaler."""
+        scale, scaler = self.now(False), None if self._scaler is None else self._scaler()
+        return None if scale is None or scaler is None else (scale, scaler._get_growth_tracker())
+
+    def bring_together(self, standings: Sequence[tuple[float, int] | None]) -> None:
+        """Where ranks have trained apart, so have their scalers: all go on with the least of their scales.
+
+        Otherwise the mean would be of gradients in different units, or would be before long.
+        """
+        scaler = None if self._scaler is None else self._scaler()
+        told = [one for one in standings if one is not None]
+        if scaler is None or len(told) < len(standings) or len(set(told)) == 1:
+            return
+        scaler.update(min(scale for scale, _ in told))
+        tracker = scaler._growth_tracker
+        if tracker is not None:
+            tracker.fill_(0)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from thinwire.averaging.diloco import DiLoCo
 from thinwire.averaging.policy import Averaging
 from thinwire.errors import OptionError
-from thinwire.programs.program import Program
+from thinwire.programs.program import Program, describe
 from thinwire.sharding.zero import ZeRO
 
 Runs: TypeAlias = Program | Averaging | ZeRO
@@ -67,7 +67,29 @@ def gradient_program(runs: Runs) -> Program:
 
 
 def with_program(runs: Runs, program: Program) -> Runs:
-    """The same, with another program for what it exchanges."""
-    changed: Any = replace(runs, program=program) if isinstance(runs, DiLoCo) else program
+    """The same, with another program for the models that it exchanges."""
+    changed: Any = replace(runs, program=program) if isinstance(runs, DiLoCo) else runs
     result: Runs = changed
     return result
+
+
+def with_gradients(runs: Runs, program: Program) -> Runs:
+    """The same, with another program for gradients."""
+    changed: Any = replace(runs, gradients=program) if isinstance(runs, Averaging) else program
+    result: Runs = changed
+    return result
+
+
+def known_runs(given: Runs | Schedule, fallback: str | Program) -> dict[str, Runs]:
+    """All that a wire may run by itself, by its description: stages, and what audits fall back to."""
+    stages = stages_of(given)
+    others = [] if isinstance(fallback, str) else [o for one in stages for o in fallbacks_of(one, fallback)]
+    return {describe(one): one for one in (*others, *stages)}
+
+
+def fallbacks_of(runs: Runs, program: Program) -> list[Runs]:
+    """What may become of it when audits of gradients, of models, or of both turn to `program`."""
+    gradients = with_gradients(runs, program)
+    if not isinstance(runs, DiLoCo):
+        return [gradients]
+    return [gradients, with_program(runs, program), with_program(gradients, program)]

@@ -1,7 +1,7 @@
 """Without a GradScaler: optimizers leave out the steps that overflowed."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,29 @@ class _Skipping:
         self._bridge = bridge
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.after(optimizer, args, kwargs)  # a step that raised has left some
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A step begins; where it has a closure, the backward that matters is still to come."""
+        self._show()  # a step that raised has left some
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._around(args[1], optimizer), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._around(kwargs["closure"], optimizer)}
+        self._hide(optimizer)
+        return None
+
+    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._show()
+
+    def _around(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def looked_at() -> Any:
+            self._show()
+            loss = closure()
+            self._hide(optimizer)
+            return loss
+
+        return looked_at
+
+    def _hide(self, optimizer: Optimizer) -> None:
         if not self._bridge.overflowed:
             return
         held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -39,7 +60,7 @@ class _Skipping:
         for parameter, _ in self._hidden:
             parameter.grad = None
 
-    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _show(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

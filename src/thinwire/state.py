@@ -13,7 +13,9 @@ from thinwire.errors import StateError
 from thinwire.programs.memory import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory
 from thinwire.programs.sound import check_count, check_tensor
 from thinwire.ranked import choose, rank_key
+from thinwire.set_ups import agree_on, decline
 from thinwire.sharding.state import copied
+from thinwire.wire.communicator import Communicator
 from thinwire.wire.pack import real_numbers
 
 FORMAT = 2
@@ -34,6 +36,19 @@ def readable() -> Iterator[None]:
             f"the state cannot be read ({type(error).__name__}: {error}): it is damaged, or was not saved by"
             " wire.state_dict()"
         ) from error
+
+
+@contextlib.contextmanager
+def all_or_none(communicator: Communicator, topic: str) -> Iterator[dict[str, str]]:
+    """Read a state on all ranks: what one of them refuses, or what differs of what is put in, all refuse."""
+    agreed: dict[str, str] = {}
+    try:
+        with readable():
+            yield agreed
+    except StateError as error:
+        decline(str(error), communicator.meeting, topic)
+        raise
+    agree_on(agreed, communicator.meeting, communicator.limit, topic)
 
 
 def ranked(inner: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +86,8 @@ def _checked(state: object, programs: Sequence[str], place: tuple[int, int]) -> 
     scale = state["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise StateError(f"scale={scale!r} must be a positive number, or None: a GradScaler's")
+    if not isinstance(state.get("schedule_ended", False), bool):
+        raise StateError(f"schedule_ended={state['schedule_ended']!r} must be True or False")
     for key in ("averaging", "sharding"):
         if not isinstance(state.get(key), dict | None):
             raise StateError(f"{key} is a {type(state[key]).__name__}: it must be a dict, or None")

@@ -1,6 +1,7 @@
 """Whatever DDP can do, it does the same with a wire: bit by bit what plain DDP computes."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
+from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp, own
+from thinwire.ddp_comm_hooks.optimizer_overlap_hooks import register_optimizer_overlap
+from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 WIDTH = 24
 TINY_BUCKETS = 0.002  # MB: one or two tensors each
@@ -54,6 +57,37 @@ def modes(rank: int, world_size: int) -> None:
         both_ways(rank, mlp, find_unused_parameters=True, **tiny)
         both_ways(rank, mlp, program=Staged(), **tiny)
         both_ways(rank, mlp, program=Staged(), static_graph=True, **tiny)
+
+
+class TwoDtypes(nn.Module):
+    """Small, and in two buckets from the first step on: DDP's first ones are of one dtype each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)).double()).float()
+        return out
+
+
+def static_graphs(rank: int, world_size: int) -> None:
+    """In their first backward DDP calls all buckets number 0, and none the last."""
+    for program in (thinwire.Exact(), Staged()):
+        both_ways(rank, TwoDtypes, program=program, static_graph=True)
+    ddp = DDP(TwoDtypes(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    wire = thinwire.attach(ddp, thinwire.LocalSGD(period=2, warmup_steps=1), optimizer=optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        assert wire.step == step + 1
+
+
+def test_static_graphs_of_several_buckets() -> None:
+    run_ranks(static_graphs, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -133,6 +167,85 @@ def uneven(rank: int, world_size: int, program: thinwire.Program) -> torch.Tenso
 def test_uneven_inputs_with_join(program: thinwire.Program) -> None:
     results = run_ranks(uneven, 3, program)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def uneven_and_troubled(rank: int, world_size: int, options: dict[str, Any], bad: int) -> Any:
+    """Rank 0 runs out of inputs; afterwards a step overflows, and audits find something."""
+    ddp = DDP(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    wire = thinwire.attach(ddp, thinwire.Int4(), optimizer=optimizer, skip_overflows=True, **options)
+    with Join([ddp]):
+        for step in range(3 if rank == 0 else 7):
+            optimizer.zero_grad()
+            factor = math.nan if step == bad else 1.0
+            (ddp(batch(rank, step)).square().mean() * factor).backward()
+            optimizer.step()
+    audits = [(audit.step, audit.action) for audit in wire.audits()]
+    return wire.step, wire.stats().overflows, audits, wire.program, flat_parameters(ddp.module).tolist()
+
+
+@pytest.mark.parametrize("bad", [4, 6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"check_every": 2},
+        {"audit_every": 2},
+        {"audit_every": 4, "max_error": 1e-9, "on_excess": thinwire.Exact()},
+    ],
+    ids=str,
+)
+def test_a_rank_without_inputs_goes_along_with_overflows_and_audits(
+    options: dict[str, Any], bad: int
+) -> None:
+    one, other = run_ranks(uneven_and_troubled, 2, options, bad)
+    assert one == other
+    assert one[:2] == (6, 1)
+
+
+class Detour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor, *, detour: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        return self.second(hidden) if detour else hidden
+
+
+def owed_to_unused(rank: int, world_size: int, to_none: bool) -> None:
+    """What is owed to a parameter that no rank used stays, however gradients were zeroed."""
+    ddp = DDP(Detour(), find_unused_parameters=True)
+    wire = thinwire.attach(ddp, thinwire.Int4())
+    owed: list[list[torch.Tensor]] = []
+    for detour in (True, False, True):
+        ddp.zero_grad(set_to_none=to_none)
+        ddp(batch(rank, len(owed)), detour=detour).square().mean().backward()
+        memory = own(wire.state_dict())["memory"]
+        owed.append([memory[name]["residual"] for name in ("first.weight", "second.weight")])
+    assert torch.equal(owed[0][1], owed[1][1])
+    assert not torch.equal(owed[1][1], owed[2][1])
+    assert not torch.equal(owed[0][0], owed[1][0])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_is_owed_to_unused_parameters_stays(to_none: bool) -> None:
+    run_ranks(owed_to_unused, 2, to_none)
+
+
+def stepped_in_backward(rank: int, world_size: int) -> None:
+    """Gradients are dropped at the end of backward: that does not mean that nobody used the parameters."""
+    for static in (True, False):
+        ddp = DDP(mlp(), find_unused_parameters=not static, static_graph=static)
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        register_optimizer_overlap(ddp, optimizer, powerSGD_hook, state)
+        ddp(batch(rank, 0)).square().mean().backward()
+        assert len(state.error_dict) == len(state.q_memory_dict) == 6
+
+
+def test_errors_are_fed_back_where_optimizers_step_in_backward() -> None:
+    run_ranks(stepped_in_backward, 2)
 
 
 def two_models(rank: int, world_size: int) -> None:

@@ -119,3 +119,17 @@ def test_residuals_follow_the_scale_of_gradients() -> None:
     assert kept(memory, "models: residual") == [1], "models are not scaled"
     assert kept(memory, "factor") == [1], "only residuals have units"
     assert memory.scale == 512.0
+
+
+def test_residuals_of_models_are_in_no_scalers_units() -> None:
+    memory = Memory()
+    for scope in (memory, memory.scoped("slice 0 of 2"), memory.scoped("models").scoped("slice 0 of 2")):
+        scope.slot("w", "residual", lambda: torch.ones(1))
+    memory.rescale(2.0)
+    memory.rescale(4.0)
+    kept = memory.state_dict()["w"]
+    assert {key: tensor.item() for key, tensor in kept.items()} == {
+        "residual": 2.0,
+        "slice 0 of 2: residual": 2.0,
+        "models: slice 0 of 2: residual": 1.0,
+    }

@@ -53,7 +53,7 @@ class Averager:
     ) -> None:
         self.step = 0
         """Training steps that are over."""
-        self._policy = policy
+        self.policy = policy
         self._optimizers: Sequence[Optimizer] = optimizers
         self._ddp = weakref.ref(ddp)
         self._broadcasts_buffers = False
@@ -100,7 +100,7 @@ class Averager:
     @property
     def warm(self) -> bool:
         """Whether all gradients are still exchanged, so that ranks hold the same model."""
-        return self.step < self._policy.warmup_steps
+        return self.step < self.policy.warmup_steps
 
     def gradient_program(self, program: Program) -> Program:
         """What becomes of gradients that would go by `program`, in the step under way."""
@@ -111,7 +111,7 @@ class Averager:
     @property
     def alone(self) -> bool:
         """Whether each rank keeps its own gradients now."""
-        return not self.warm and self._policy.within is None
+        return not self.warm and self.policy.within is None
 
     def backward_ended(self) -> None:
         """All gradients of a step have been taken in."""
@@ -183,7 +183,7 @@ class Averager:
 
     def prepare(self, state: object) -> Callable[[], None]:
         """Check a saved state; what is returned takes it over. StateError, and nothing changed, if unfit."""
-        saved = checked(state, self._parameters, self._buffers(), self._fragments, self._policy.warmup_steps)
+        saved = checked(state, self._parameters, self._buffers(), self._fragments, self.policy.warmup_steps)
         anchors = self._saved_anchors(saved)
         under_way = [means_like(self._parameters, one["means"]) for one in saved["in_flight"]]
 
@@ -206,15 +206,15 @@ class Averager:
         return take_over
 
     def _saved_anchors(self, saved: Mapping[str, Any]) -> Anchors | None:
-        since, outer = saved["step"] - self._policy.warmup_steps, saved["outer"]
-        overlap = self._policy.overlap if isinstance(self._policy, DiLoCo) else 0
+        since, outer = saved["step"] - self.policy.warmup_steps, saved["outer"]
+        overlap = self.policy.overlap if isinstance(self.policy, DiLoCo) else 0
         if any(since <= 0 or not 0 <= one["due"] - since <= overlap for one in saved["in_flight"]):
             raise StateError(f"an average under way is not due within {overlap} steps of step {since}")
         if outer is None:
-            if isinstance(self._policy, DiLoCo) and since > 0:
+            if isinstance(self.policy, DiLoCo) and since > 0:
                 raise StateError(f"the state has no anchors, but {since} steps since the warm-up")
             return None
-        if not isinstance(self._policy, DiLoCo):
+        if not isinstance(self.policy, DiLoCo):
             raise StateError("the state has anchors, which only DiLoCo keeps")
         return restored(self._new_anchors, outer)
 
@@ -226,7 +226,7 @@ class Averager:
                     f"parameter {name!r} was frozen when the wire was attached, so it is not averaged, and"
                     " now it trains: call wire.swap(wire.program) after unfreezing it, on every rank"
                 )
-        if self._anchors is None and isinstance(self._policy, DiLoCo) and not self.warm:
+        if self._anchors is None and isinstance(self.policy, DiLoCo) and not self.warm:
             self._anchors = self._new_anchors()
 
     def stepped_late(self) -> None:
@@ -242,7 +242,7 @@ class Averager:
             return
         self.step += 1
         self._gradients.step = self._begun_at + self.step
-        since = self.step - self._policy.warmup_steps
+        since = self.step - self.policy.warmup_steps
         if since == 0:
             self._set_broadcasts()
         if since <= 0:
@@ -251,7 +251,7 @@ class Averager:
         self._apart = True
         with _quietly():
             self._use_due(since)
-            for average in self._policy.due(since):
+            for average in self.policy.due(since):
                 self._start(average, since)
             self._use_due(since)
 
@@ -265,15 +265,15 @@ class Averager:
 
     def _start(self, average: Average, since: int) -> None:
         ranks = self._everybody if average.among is None else self._members[average.among]
-        if isinstance(self._policy, DiLoCo):
+        if isinstance(self.policy, DiLoCo):
             if self._anchors is None:
                 raise AttachError(
                     "the optimizer has stepped, but the DDP model ran no forward: call ddp(...)"
                 )
             changes = self._anchors.pseudo_gradients(average.fragment, self._parameters)
             window = (self._used + len(self._in_flight)) // len(self._fragments)
-            overlap, findings = self._policy.overlap, self._audits.begin(window)
-            program, exceptions = watched_all(self._policy.program, self._exceptions, findings)
+            overlap, findings = self.policy.overlap, self._audits.begin(window)
+            program, exceptions = watched_all(self.policy.program, self._exceptions, findings)
             exchange = self._exchange(changes, program, self._memory, ranks, exceptions)
         else:
             exchange, overlap = self._exchange(self._parameters, Exact(), Memory(), ranks), 0
@@ -296,15 +296,15 @@ class Averager:
     def _use(self, flight: InFlight) -> None:
         means, names = flight.means(), self._fragments[flight.fragment]
         self._check_finite(means)
-        fallback = self._audits.conclude(flight.findings, self.step)
+        fallback = self._audits.conclude(flight.findings, self._gradients.step)
         if fallback is not None:
-            self._policy = fallback
+            self.policy = fallback
         mixing = 0.0
         if self._anchors is None:
             self._copy_in(means)
         else:
-            assert isinstance(self._policy, DiLoCo), "nobody else has anchors"
-            mixing = self._policy.mixing or 0.0
+            assert isinstance(self.policy, DiLoCo), "nobody else has anchors"
+            mixing = self.policy.mixing or 0.0
             self._anchors.step(flight.fragment, means)
             self._copy_in({name: self._anchors[name] for name in names}, mixing)
         everybody = flight.ranks == self._everybody
@@ -338,15 +338,15 @@ class Averager:
 
     def _share_optimizer_state(self, names: Sequence[str], ranks: tuple[int, ...]) -> None:
         parameters = [self._parameters[name] for name in names]
-        if self._policy.optimizer_state == "reset":
+        if self.policy.optimizer_state == "reset":
             reset_states(parameters, self._optimizers)
-        elif self._policy.optimizer_state == "mean":
+        elif self.policy.optimizer_state == "mean":
             self._run(mean_of_states(parameters, self._optimizers, len(ranks)), ranks, "optimizer state")
 
     def _share_buffers(self, ranks: tuple[int, ...]) -> None:
         buffers = list(self._buffers().values())
-        if buffers and self._policy.buffers != "local":
-            self._run(share_buffers(buffers, self._policy.buffers, len(ranks)), ranks, "buffers")
+        if buffers and self.policy.buffers != "local":
+            self._run(share_buffers(buffers, self.policy.buffers, len(ranks)), ranks, "buffers")
 
     def _compare(self) -> None:
         """What all ranks must hold alike: anchors, or parameters that were just averaged."""
@@ -365,8 +365,8 @@ class Averager:
         future.wait()
 
     def _new_anchors(self) -> Anchors:
-        assert isinstance(self._policy, DiLoCo)
-        return Anchors(self._parameters, self._fragments, self._policy.outer)
+        assert isinstance(self.policy, DiLoCo)
+        return Anchors(self._parameters, self._fragments, self.policy.outer)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         ddp = self._ddp()

@@ -24,8 +24,8 @@ class ErrorFeedback:
 
     Nothing is ever lost, only delayed: what has been applied plus the mean of all ranks' residuals is at any
     time the sum of all mean gradients. It costs one float32 copy of the gradients. If the mean is not finite,
-    the residual stays as it was. (DDP gives no gradient to parameters that no rank used in a step, under
-    `find_unused_parameters`: what their residual sends then is lost.)
+    the residual stays as it was; so does that of parameters that no rank used in a step, to which DDP gives
+    no gradient under `find_unused_parameters`.
 
     Args:
         program: What to run; it must say what it did not get across, as `TwoShot`, `Gathered` and `Reduced`

@@ -36,6 +36,7 @@ class Memory:
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
         self._scope = ""
         self._spare: dict[Place, torch.Tensor] = {}
+        self._loaded = False
 
     def staged(self) -> "Staged":
         """This memory for one step, which may turn out not to count."""
@@ -98,22 +99,28 @@ class Memory:
         return [tensor for key, tensor in slots.items() if self._owes(key)]
 
     def _owes(self, key: str) -> bool:
-        return (
-            is_residual(key) and key.startswith(self._scope) and (bool(self._scope) or key != MODELS_RESIDUAL)
-        )
+        of_models = key.startswith(f"{MODELS}: ")
+        return is_residual(key) and key.startswith(self._scope) and (bool(self._scope) or not of_models)
 
     def rescale(self, scale: float | None) -> None:
-        """Residuals in the units of gradients to come: a GradScaler's scale has changed, or is new."""
-        if scale is not None and self.scale is not None and scale != self.scale:
+        """Residuals in the units of gradients to come: a GradScaler's scale has changed, or is new.
+
+        None leaves them as they are, unless they were loaded: then it is a run without a scaler that goes on
+        from one with.
+        """
+        loaded, self._loaded = self._loaded, False
+        if scale is None and not loaded:
+            return
+        if self.scale is not None and scale != self.scale:
             for residual in self.residuals():
-                residual.mul_(scale / self.scale)
-        self.scale = self.scale if scale is None else scale
+                residual.mul_((scale or 1.0) / self.scale)
+        self.scale = scale
 
     def take_over(self, other: "Memory") -> None:
         """Hold what `other` holds, for all views of this memory too."""
         self._slots.clear()
         self._slots.update(other._slots)
-        self.scale = other.scale
+        self.scale, self._loaded = other.scale, True
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies of everything kept, by parameter name, then slot."""
