@@ -196,8 +196,8 @@ def test_bytes_fall_by_the_period_and_by_the_codec() -> None:
     step = exact // 16
     assert local == diloco_exact == 4 * step
     assert post_local == (4 + 3) * step
-    assert 0.25 < int8 / diloco_exact < 0.36
-    assert 0.125 < int4 / diloco_exact < 0.3, "scales, and biases as they are, weigh in so small a model"
+    assert 0.25 < int8 / diloco_exact < 0.4
+    assert 0.125 < int4 / diloco_exact < 0.32, "scales, and biases as they are, weigh in so small a model"
     # Two of four ranks send 2/3 of what each of four does, six times; all of them, twice.
     assert levels == 6 * (step * 2 // 3) + 2 * step
 
