@@ -35,6 +35,17 @@ def changed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {key: ({**own(state), **changes},)}
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Bit by bit, however deep."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
 def flat_gradients(model: nn.Module) -> torch.Tensor:
     parts = [
         torch.view_as_real(p.grad).flatten() if p.grad.is_complex() else p.grad.flatten().float()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp, own
+from tests.models import batch, equal, flat_parameters, mlp, own
 from thinwire import DiLoCo, Int4, Int8, PerRank, ZeRO, merge_optimizer_states, read_states
 from thinwire.averaging.saved import cloned
 
@@ -45,17 +45,6 @@ class Job:
 
     def everything(self) -> Any:
         return [cloned(part.state_dict()) for part in self.parts.values()]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Bit by bit, however deep."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp, own
+from tests.models import Staged, batch, equal, flat_gradients, flat_parameters, mlp, own
 from thinwire.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -20,16 +20,6 @@ from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 def backward(ddp: DDP, rank: int, step: int, *, bad: float = 1.0, scale: float = 1.0) -> None:
     ddp.zero_grad()
     (ddp(batch(rank, step)).square().mean() * (bad if rank == 1 else 1.0) * scale).backward()
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def every_bucket(rank: int, world_size: int) -> None:

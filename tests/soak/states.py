@@ -8,16 +8,21 @@ from typing import Any
 import torch
 
 
-def tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Every tensor in nested dicts, lists and tuples, with the keys that lead to it."""
-    if isinstance(state, torch.Tensor):
-        yield path, state
-    elif isinstance(state, Mapping):
+def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All that is in nested dicts, lists and tuples, with the keys that lead to it."""
+    if isinstance(state, Mapping):
         for key, value in state.items():
-            yield from tensors(value, (*path, str(key)))
+            yield from leaves(value, (*path, str(key)))
     elif isinstance(state, list | tuple):
         for number, value in enumerate(state):
-            yield from tensors(value, (*path, str(number)))
+            yield from leaves(value, (*path, str(number)))
+    else:
+        yield path, state
+
+
+def tensors(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Every tensor, with the keys that lead to it."""
+    return ((path, leaf) for path, leaf in leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def not_finite(state: Any) -> list[str]:
@@ -62,24 +67,12 @@ def different(one: Any, other: Any) -> str:
         if digest(own[path]) != digest(others[path]):
             gap = (own[path].double() - others[path].double()).abs().max() if own[path].numel() else 0
             found.append(f"{'/'.join(path)} by {gap:.3g}")
-    plain, others_plain = dict(_plain(one)), dict(_plain(other))
-    for path in plain.keys() | others_plain.keys():
+    plain, others_plain = dict(leaves(one)), dict(leaves(other))
+    for path in (plain.keys() | others_plain.keys()) - own.keys() - others.keys():
         values = plain.get(path), others_plain.get(path)
         if values[0] != values[1]:
             found.append(f"{'/'.join(path)} is {values[0]!r} and {values[1]!r}")
     return "; ".join(sorted(found)[:6])
-
-
-def _plain(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All that is no tensor, with the keys that lead to it."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _plain(value, (*path, str(key)))
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            yield from _plain(value, (*path, str(number)))
-    elif not isinstance(state, torch.Tensor):
-        yield path, state
 
 
 def place(folder: str, step: int, rank: int, world_size: int) -> Path:

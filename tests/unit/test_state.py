@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from tests.models import batch, changed, own
+from tests.models import batch, changed, equal, own
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
 from thinwire.averaging.saved import cloned
 
@@ -51,16 +51,6 @@ class Job:
 
     def everything(self) -> Any:
         return cloned([self.ddp.module.state_dict(), self.wire.state_dict()])
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
