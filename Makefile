@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/thinwire report demo.json
 
 test: lint system
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

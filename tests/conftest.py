@@ -14,13 +14,6 @@ settings.register_profile("thinwire", deadline=None, max_examples=50)
 settings.load_profile("thinwire")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those of a file stay together, and all that build networks."""
-    for item in items:
-        group = "lab" if item.path.parent.name == "lab" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import flat_parameters
 
-STEPS, BREAK, BAD = 5, 2, 1
+STEPS, BREAK, BAD = 4, 2, 1
 
 PROGRAMS: dict[str, Any] = {
     "Exact": thinwire.Exact(),
@@ -44,7 +44,7 @@ PROGRAMS: dict[str, Any] = {
     "LocalSGD": thinwire.LocalSGD(period=2, warmup_steps=2, gradients=thinwire.Int8()),
     "Hierarchical": thinwire.Hierarchical({2: None}, warmup_steps=2, gradients=thinwire.Int4()),
     "DiLoCo": thinwire.DiLoCo(period=2, warmup_steps=2, program=thinwire.Int4()),
-    "Schedule": thinwire.Schedule({0: thinwire.Exact(), 2: thinwire.Int4(), 4: thinwire.LocalSGD(period=2)}),
+    "Schedule": thinwire.Schedule({0: thinwire.Exact(), 1: thinwire.Int4(), 3: thinwire.LocalSGD(period=2)}),
 }
 
 

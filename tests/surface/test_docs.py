@@ -118,7 +118,7 @@ def trusted(rank: int, world_size: int) -> str:
         ddp = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), norm))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         result = names[how](ddp, optimizer) if extra else names[how](ddp)
-        for step in range(1000 if how == "attach_with_audits" else 2):
+        for step in range(100 if how == "attach_with_audits" else 2):
             optimizer.zero_grad()
             ddp(batch(rank, step, width=8)).square().mean().backward()
             optimizer.step()
