@@ -6,6 +6,7 @@ with the same parameters, bit by bit, on all ranks, and the bad step must have b
 """
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -180,10 +181,10 @@ def column(rank: int, world_size: int, precision: str) -> dict[tuple[str, str], 
     }
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[str, list[dict[tuple[str, str], str]]]:
-    """By precision, what every rank found in every cell; all cells of a precision share their processes."""
-    return {precision: run_ranks(column, 2, precision, seconds=110) for precision in PRECISIONS}
+@functools.cache
+def cells(precision: str) -> list[dict[tuple[str, str], str]]:
+    """What every rank found in every cell; all cells of a precision share their processes."""
+    return run_ranks(column, 2, precision, seconds=110)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16 scaled")
@@ -192,7 +193,5 @@ PRECISIONS = ("fp32", "bf16", "fp16 scaled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_matrix(
-    matrix: dict[str, list[dict[tuple[str, str], str]]], name: str, precision: str, way: str
-) -> None:
-    assert [found[name, way] for found in matrix[precision]] == ["", ""]
+def test_matrix(name: str, precision: str, way: str) -> None:
+    assert [found[name, way] for found in cells(precision)] == ["", ""]
