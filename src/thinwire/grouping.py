@@ -119,8 +119,10 @@ def bring_home(bucket: Bucket, homes: Mapping[str, Home], future: "torch.futures
         try:
             means = unpack(done.value(), bucket.shapes)
         except Exception as error:
+            # Without its past: exceptions remember frames, and those know the model.
+            error.__context__ = error.__cause__ = None
             for name in bucket.names:
-                homes[name].fail(error)
+                homes[name].fail(error.with_traceback(None))
             return
         for name, mean in zip(bucket.names, means, strict=True):
             homes[name].deliver(name, mean)
