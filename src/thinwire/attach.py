@@ -1,6 +1,7 @@
 """One line decides what a DDP model's ranks exchange: `wire = attach(ddp, BF16())`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.amp import GradScaler
@@ -21,7 +22,7 @@ from thinwire.checks import (
 )
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.handle import Wire, thinwire_hook
-from thinwire.programs.auditor import Auditor, OnExcess
+from thinwire.programs.auditor import Auditor, OnExcess, check_audit
 from thinwire.programs.rules import Rules, checked_rules
 from thinwire.scalers import Scales
 from thinwire.schedules import Runs, Schedule, stages_of
@@ -56,10 +57,9 @@ def attach(
         ddp: A DistributedDataParallel model that has no communication hook yet.
         program: What to do with each bucket, such as `Exact()` or `BF16()`; or when to average models
             instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`; or a `Schedule` of these.
-        rules: Other programs for some parameters: pairs of a pattern for names, or a `Size`, and a program,
-            such as `[("embed.*", BF16()), (Size(below=4096), Exact())]`. The first that fits holds. Tensors
-            of at most one dimension go by `Exact()` unless a rule says otherwise, since norms and biases are
-            few numbers and matter much. `wire.explain()` shows what follows.
+        rules: Other programs for some parameters, as `[("embed.*", BF16()), (Size(below=4096), Exact())]`;
+            the first that fits holds. Tensors of at most one dimension go by `Exact()` unless a rule says
+            otherwise. `wire.explain()` shows what follows.
         optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it: they
             average after its steps.
         timeout: Seconds (or a timedelta) that a collective may take before it is an error on this rank.
@@ -90,45 +90,86 @@ def attach(
         ...  # train as before
         print(wire.stats())
     """
+    options = _Options(
+        rules=rules,
+        optimizer=optimizer,
+        timeout=timeout,
+        check_every=check_every,
+        audit_every=audit_every,
+        max_error=max_error,
+        on_excess=on_excess,
+        skip_overflows=skip_overflows,
+        scaler=scaler,
+        history=history,
+    )
+    return _attach(ddp, program, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What was asked for, and what all ranks must have asked for alike."""
+
+    rules: Rules
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    timeout: timedelta | float | None
+    check_every: int
+    audit_every: int
+    max_error: float | None
+    on_excess: OnExcess
+    skip_overflows: bool
+    scaler: GradScaler | None
+    history: int
+
+    def check(self, ddp: DistributedDataParallel, program: Runs | Schedule) -> None:
+        """Refuse what does not fit, before anything is changed or sent."""
+        _check_hooks(ddp)
+        optimizers = optimizers_of(self.optimizer, ddp)
+        check_rules(checked_rules(self.rules), ddp)
+        for stage in stages_of(program):
+            check_program(stage, ddp, optimizers)
+            check_audits(stage, self.audit_every)
+        check_skipping(self.skip_overflows, optimizers)
+        check_at_least("check_every", self.check_every, 0, "0 never compares the replicas")
+        check_at_least("history", self.history, 1, "stats() shows the latest steps")
+        check_audit(self.audit_every, self.max_error, self.on_excess)
+        if not isinstance(self.on_excess, str):
+            check_program(self.on_excess, ddp, optimizers)
+        time_limit_of(self.timeout)
+        check_scaler(self.scaler)
+
+    def shared(self) -> dict[str, object]:
+        """What must be equal on all ranks."""
+        audits = (self.audit_every, self.max_error, self.on_excess)
+        return {"check_every": self.check_every, "rules": checked_rules(self.rules), "audits": audits}
+
+
+def _attach(ddp: DistributedDataParallel, program: Runs | Schedule, options: _Options) -> Wire:
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(
             f"attach needs a DistributedDataParallel model, not a {type(ddp).__name__}: wrap it with"
             " torch.nn.parallel.DistributedDataParallel(model) first"
         )
     try:
-        _check_hooks(ddp)
-        optimizers = optimizers_of(optimizer, ddp)
-        rules = checked_rules(rules)
-        check_rules(rules, ddp)
-        for stage in stages_of(program):
-            check_program(stage, ddp, optimizers)
-            check_audits(stage, audit_every)
-        check_skipping(skip_overflows, optimizers)
-        check_at_least("check_every", check_every, 0, "0 never compares the replicas")
-        check_at_least("history", history, 1, "stats() shows the latest steps")
-        auditor = Auditor(audit_every, max_error, on_excess, history)
-        if not isinstance(on_excess, str):
-            check_program(on_excess, ddp, optimizers)
-        limit = time_limit_of(timeout)
-        check_scaler(scaler)
+        options.check(ddp, program)
     except ThinwireError as error:
         decline(str(error), Meeting(ddp.process_group))
         raise
-    same = {"check_every": check_every, "rules": rules, "audits": (audit_every, max_error, on_excess)}
-    set_up = set_up_of(parameters_of(ddp), program, **same, **_frozen(program, ddp))
+    optimizers = optimizers_of(options.optimizer, ddp)
     bridge = Bridge(
         ddp,
         ddp.process_group,
-        set_up,
-        limit=limit,
-        meter=Meter(history),
+        set_up_of(parameters_of(ddp), program, **options.shared(), **_frozen(program, ddp)),
+        limit=time_limit_of(options.timeout),
+        meter=Meter(options.history),
         resumes=True,
-        scales=Scales(scaler),
+        scales=Scales(options.scaler),
     )
+    auditor = Auditor(options.audit_every, options.max_error, options.on_excess, options.history)
     wire = None
     try:
-        wire = Wire(bridge, program, ddp, optimizers, check_every, rules, auditor)
-        if skip_overflows:
+        rules = checked_rules(options.rules)
+        wire = Wire(bridge, program, ddp, optimizers, options.check_every, rules, auditor)
+        if options.skip_overflows:
             skip(optimizers, bridge, ddp)
         ddp.register_comm_hook(wire, thinwire_hook)
     except BaseException as error:

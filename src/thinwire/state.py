@@ -162,9 +162,7 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
         for key in dict.fromkeys(key for one in slots for key in one):
             tensors = [one[key] for one in slots if key in one]
             if key in (RESIDUAL, MODELS_RESIDUAL):
-                precise = torch.promote_types(
-                    tensors[0].dtype, torch.float32
-                )  # half rounds
+                precise = torch.promote_types(tensors[0].dtype, torch.float32)  # half rounds
                 merged[name][key] = torch.stack([one.to(precise) for one in tensors]).sum(0) / len(memories)
             elif len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors):
                 merged[name][key] = tensors[0].clone()
