@@ -286,3 +286,16 @@ def some_buckets_only(rank: int, world_size: int) -> tuple[str, str, float]:
 def test_a_hook_that_passes_only_some_buckets_is_told_so() -> None:
     for _, text, _ in run_ranks(some_buckets_only, 2, group_timeout=3):
         assert "the step's last bucket did not come within 3 s" in text
+
+
+def split(rank: int, world_size: int) -> str:
+    """Parameters of one bucket go by several programs, and one of them fails after backward's own work."""
+    ddp = DDP(mlp(), bucket_cap_mb=0.002)
+    rules = [("*.weight", thinwire.Int8()), ("*.bias", Fatal("buggy", 1))]
+    thinwire.attach(ddp, thinwire.Exact(), rules=rules, timeout=LIMIT)
+    return train_until_error(rank, ddp)[0]
+
+
+def test_a_failure_in_a_part_of_a_bucket_does_not_keep_the_model() -> None:
+    """The harness looks whether the model's thread has gone with it."""
+    assert run_ranks(split, 2) == ["WireError", "ProgramError"]
