@@ -10,7 +10,7 @@ import torch
 
 from thinwire.averaging.saved import cloned
 from thinwire.errors import StateError
-from thinwire.programs.memory import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory
+from thinwire.programs.memory import MODELS, MODELS_RESIDUAL, RESIDUAL, Memory, is_residual
 from thinwire.programs.sound import check_count, check_tensor
 from thinwire.ranked import choose, rank_key
 from thinwire.set_ups import agree_on, decline
@@ -113,7 +113,7 @@ def memory_for(parameters: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -
 
 def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
     """What we know of a slot by its key: residuals and PowerSGD's factors; programs may have others."""
-    residual, sized = key.rpartition(": ")[2] == RESIDUAL, _SIZED.fullmatch(key)
+    residual, sized = is_residual(key), _SIZED.fullmatch(key)
     check_tensor(what, tensor, finite=residual or sized is not None)
     real = real_numbers(parameter)
     if residual and not tensor.is_floating_point():
@@ -142,16 +142,35 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = min(states, key=lambda state: int(state["rank"]))
     if len({state["program"] for state in states}) > 1:
         raise StateError("the states are of different programs: give those that were saved together")
-    scales = [state["scale"] for state in states]
-    if len(set(scales)) > 1:
-        raise StateError(f"the states are in the units of different GradScalers' scales, {scales}")
-    whole = {**first, "buckets": [], "memory": _merged_memory([state["memory"] for state in states])}
+    scale = min((one["scale"] for one in states if one["scale"] is not None), default=None)
+    states = [_in_units_of(scale, state) for state in states]
+    whole = {
+        **first,
+        "scale": scale,
+        "buckets": [],
+        "memory": _merged_memory([state["memory"] for state in states]),
+    }
     if first.get("averaging") is not None:
         whole["averaging"] = _merged_averaging([state.get("averaging") for state in states])
     if first.get("sharding") is not None:
         masters = {name: one for state in states for name, one in state["sharding"]["masters"].items()}
         whole["sharding"] = {"masters": masters}  # each has one owner
     return whole
+
+
+def _in_units_of(scale: float | None, state: dict[str, Any]) -> dict[str, Any]:
+    """A state whose residuals are in the units of this scale: while ranks train apart, scalers differ."""
+    if scale is None or state["scale"] in (None, scale):
+        return state
+    factor = scale / state["scale"]
+    memory = {
+        name: {
+            key: tensor * factor if is_residual(key) and not key.startswith(f"{MODELS}: ") else tensor
+            for key, tensor in slots.items()
+        }
+        for name, slots in state["memory"].items()
+    }
+    return {**state, "memory": memory}
 
 
 def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import thinwire
 from tests.models import batch, changed, equal, own
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
 from thinwire.averaging.saved import cloned
+from thinwire.state import own_state
 
 PROGRAMS = {
     "int8": Int8(),
@@ -188,3 +189,17 @@ def test_a_truncated_file_is_torchs_to_refuse_wherever_it_ends() -> None:
         with pytest.raises((RuntimeError, EOFError)):
             torch.load(io.BytesIO(whole[:length]), weights_only=True)
     assert equal(torch.load(io.BytesIO(whole), weights_only=True), job.wire.state_dict())
+
+
+def test_states_of_scalers_that_went_apart_are_brought_to_one_scale() -> None:
+    """What is owed is the same, in whichever units it was saved; models have none."""
+
+    def saved(rank: int, scale: float | None, owed: float) -> dict[str, Any]:
+        slots = {"residual": torch.full((2,), owed), "models: residual": torch.ones(2)}
+        inner = {"format": 2, "program": "P", "step": 3, "rank": rank, "world_size": 3, "buckets": []}
+        return {f"rank {rank} of 3": ({**inner, "scale": scale, "memory": {"w": slots}},)}
+
+    state = own_state([saved(0, 256.0, 512.0), saved(1, 128.0, 512.0), saved(2, 128.0, 0.0)], ["P"], 0, 2)
+    assert state["scale"] == 128.0
+    assert state["memory"]["w"]["residual"].tolist() == [256.0, 256.0]  # (512 / 2 + 512 + 0) / 3
+    assert state["memory"]["w"]["models: residual"].tolist() == [1.0, 1.0]
