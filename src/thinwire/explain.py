@@ -1,11 +1,10 @@
 """A table that people can read: what every parameter goes by, and why."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
 
-from thinwire.programs.program import describe
+from thinwire.programs.program import short
 from thinwire.programs.rules import Choice
 
 
@@ -27,21 +26,3 @@ def explain(runs: object, table: Mapping[str, Choice], shapes: Mapping[str, torc
     ]
     head = [] if short(runs) in shares else [short(runs), ""]
     return "\n".join([*head, *(line.rstrip() for line in lines), "", *summary])
-
-
-def short(thing: object) -> str:
-    """A program with those of its options that are not the default.
-
-    >>> from thinwire import Int4
-    >>> short(Int4())
-    'ErrorFeedback(TwoShot(Quantize(bits=4, block=64)))'
-    """
-    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
-        return describe(thing)
-    options = []
-    for one in dataclasses.fields(thing):
-        value, made = getattr(thing, one.name), one.default_factory
-        default = one.default if made is dataclasses.MISSING else made()
-        if one.repr and (default is dataclasses.MISSING or value != default):
-            options.append(short(value) if dataclasses.is_dataclass(value) else f"{one.name}={short(value)}")
-    return f"{type(thing).__name__}({', '.join(options)})"

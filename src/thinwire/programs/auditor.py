@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from thinwire.errors import AuditError, OptionError
 from thinwire.programs.audit import Audited, AuditRecord, Findings, with_action
-from thinwire.programs.program import Program, describe, require_program
+from thinwire.programs.program import Program, require_program, short
 
 logger = logging.getLogger("thinwire")
 
@@ -71,7 +71,7 @@ class Auditor:
                 " max_error"
             )
         fallback = None if isinstance(self.on_excess, str) else self.on_excess
-        action = "warned" if fallback is None else f"fell back to {describe(fallback)}"
+        action = "warned" if fallback is None else f"fell back to {short(fallback)}"
         self.records.append(with_action(record, action))
         logger.warning("%s; %s", text, action)
         return fallback

@@ -93,6 +93,24 @@ def describe(program: object) -> str:
     return text
 
 
+def short(thing: object) -> str:
+    """A program with those of its options that are not the default.
+
+    >>> from thinwire import Int4
+    >>> short(Int4())
+    'ErrorFeedback(TwoShot(Quantize(bits=4, block=64)))'
+    """
+    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
+        return describe(thing)
+    options = []
+    for one in dataclasses.fields(thing):
+        value, made = getattr(thing, one.name), one.default_factory
+        default = one.default if made is dataclasses.MISSING else made()
+        if one.repr and (default is dataclasses.MISSING or value != default):
+            options.append(short(value) if dataclasses.is_dataclass(value) else f"{one.name}={short(value)}")
+    return f"{type(thing).__name__}({', '.join(options)})"
+
+
 def require_program(program: object, option: str = "program") -> None:
     """Refuse what is no program."""
     if not callable(program) or isinstance(program, type):

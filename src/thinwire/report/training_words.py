@@ -122,7 +122,7 @@ def _seconds(seconds: float) -> str:
     for unit, length in (("h", 3600), ("min", 60), ("s", 1)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _count(number: int, what: str) -> str:
