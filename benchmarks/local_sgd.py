@@ -63,7 +63,10 @@ def train(rank: int, world_size: int, name: str, options: Options) -> list[Point
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / rise, 0.55 + 0.45 * math.cos(math.pi * min(1.0, s / total)))
     )
-    wire = thinwire.attach(ddp, CONTESTANTS[name](options), optimizer=optimizer)
+    averaging = CONTESTANTS[name](options)
+    # So small a model has too many vectors to leave them exact and still send a hundredth.
+    rules = [("*", averaging.program)] if isinstance(averaging, thinwire.DiLoCo) else []
+    wire = thinwire.attach(ddp, averaging, rules=rules, optimizer=optimizer)
     points: list[Point] = []
     seconds, since = 0.0, time.perf_counter()
     for step in range(1, total + 1):
