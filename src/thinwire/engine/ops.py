@@ -1,10 +1,10 @@
 """The collectives a program may yield.
 
-Each is a frozen description; the engine hands its tensors to torch.distributed and sends the result back
-into the program. Sums are plain sums: divide by the world size yourself, and where it is safest.
+Each is a frozen description. The engine hands its tensor to torch.distributed and sends the result back into
+the program. Sums are plain sums: divide by the world size yourself, where it is safest.
 
-With `ranks=` a collective is among those ranks only; W is their number, and `dst`, `src` and rows count
-within them. All ranks take the same turn, each with a collective among ranks that it belongs to.
+With `ranks=` a collective is among those ranks only. W is then their number, and `dst`, `src` and rows are
+places among them. All ranks take the same turn, each with a collective among ranks that it belongs to.
 
 | yield              | every rank receives                                  | bytes sent by a rank      |
 |--------------------|------------------------------------------------------|---------------------------|
@@ -15,7 +15,7 @@ within them. All ranks take the same turn, each with a collective among ranks th
 | `ReduceScatter(t)` | the sum over ranks of row `rank` of `t`              | (W-1)/W of `t`            |
 | `Reduce(t, dst)`   | `t`; on rank `dst` it holds the sum, else undefined  | `t` (dst: (W-1)/W of it)  |
 | `Broadcast(t, src)`| rank `src`'s `t`, in `t` itself                      | `t` per child in the tree |
-| `Await(future)`    | the future's value; no communication of ours         | 0                         |
+| `Await(future)`    | the future's value; thinwire sends nothing           | 0                         |
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,19 @@ from thinwire.errors import ProgramError
 
 @dataclass(frozen=True, eq=False)
 class Collective(ABC):
-    """What all collectives have: one contiguous tensor, and the ranks it is among (None: all)."""
+    """The base of all collectives: one contiguous tensor, and the ranks that take part (None: all).
+
+    Attributes:
+        tensor: What this rank contributes.
+        ranks: The ranks that take part. None for all.
+        in_order: Whether the program may go on only in its turn of the static order. With False the engine
+            may resume it as soon as the result is there, before or after the programs of other buckets, and
+            differently on each rank. Only a program that shares nothing between buckets may give False.
+    """
 
     tensor: torch.Tensor
     ranks: tuple[int, ...] | None = field(default=None, kw_only=True)
+    in_order: bool = field(default=True, kw_only=True)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
@@ -41,7 +50,15 @@ class Collective(ABC):
         return f"{type(self).__name__} of {shape} {str(self.tensor.dtype).removeprefix('torch.')}{among}"
 
     def place(self, rank: int, size: int) -> tuple[int, int]:
-        """A rank of the whole group as a rank among those that take part, and their number."""
+        """Return a rank's place among the ranks that take part, and their number.
+
+        Args:
+            rank: A rank of the whole group.
+            size: The number of ranks of the whole group.
+
+        Raises:
+            ProgramError: `ranks` is not a rising list of the group's ranks that contains `rank`.
+        """
         ranks = range(size) if self.ranks is None else self.ranks
         if rank not in ranks or list(ranks) != sorted({*ranks} & {*range(size)}):
             raise ProgramError(
@@ -52,15 +69,27 @@ class Collective(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor handed in."""
+        """The size of the tensor in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
     @abstractmethod
     def bytes_sent(self, rank: int, size: int) -> int:
-        """Bytes that this rank puts on the network for it, headers aside."""
+        """Return the bytes that a rank puts on the network, without headers.
+
+        Args:
+            rank: The rank's place among the ranks that take part.
+            size: Their number.
+        """
 
     def check(self, size: int) -> None:
-        """Refuse what no backend could carry, before any rank has sent a byte."""
+        """Validate the collective before any rank sends a byte.
+
+        Args:
+            size: The number of ranks that take part.
+
+        Raises:
+            ProgramError: No backend could run it.
+        """
         if not self.tensor.is_contiguous():
             raise ProgramError(
                 f"{self} has strides {self.tensor.stride()}: collectives take contiguous tensors;"
@@ -98,14 +127,15 @@ class AllGather(Collective):
 
 
 class AllToAll(_InRows):
-    """Row `r` goes to rank `r`; the rows received are stacked by sender."""
+    """Row `r` sent to rank `r`, and the rows received stacked by sender."""
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Collective):
-    """The next `sends[r]` numbers of a flat tensor go to rank `r`; pieces received stand in order of senders.
+    """An all-to-all of pieces of a flat tensor, which may differ in length.
 
-    Every rank knows what it gets: `receives[s]` numbers from rank `s`.
+    Rank `r` gets the next `sends[r]` numbers. The pieces received are joined in the order of their senders,
+    with `receives[s]` numbers from rank `s`.
     """
 
     sends: tuple[int, ...]
@@ -129,12 +159,12 @@ class Exchange(Collective):
 
 
 class ReduceScatter(_InRows):
-    """Each rank receives the sum of its own row."""
+    """Sum over all ranks, of which each rank receives its own row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reduce(Collective):
-    """Sum over all ranks, in place on rank `dst` only; elsewhere the tensor is scratch afterwards."""
+    """Sum over all ranks, in place on rank `dst` only. Elsewhere the tensor is undefined afterwards."""
 
     dst: int
 
@@ -166,9 +196,10 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True, eq=False)
 class Await:
-    """Waits for a future that somebody else completes, without holding up the static order.
+    """A wait for a future that is completed outside the engine.
 
-    The future must not depend on a later collective of this engine.
+    It takes a turn in the static order like a collective. The future must not depend on a later collective of
+    this engine.
     """
 
     future: "torch.futures.Future[Any]"
@@ -179,11 +210,19 @@ class Await:
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[Collective | Await, Any, Result]
-"""A program under way: yields collectives, receives what they deliver, returns its result."""
+"""A running program, which yields collectives, receives what they deliver, and returns its result."""
 
 
 def among(ranks: tuple[int, ...], steps: Steps[Result]) -> Steps[Result]:
-    """A program's collectives, each among these ranks only: what it takes for rank `i` is `ranks[i]`."""
+    """Run a program among some of the ranks only.
+
+    Args:
+        ranks: The ranks that take part. The program's rank `i` is `ranks[i]`.
+        steps: The program, written for a group of `len(ranks)` ranks.
+
+    Returns:
+        A program that yields the same collectives with `ranks=`, and returns the same result.
+    """
     received = None
     while True:
         try:

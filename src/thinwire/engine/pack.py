@@ -18,7 +18,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:
-    """Views of a flat tensor in the given shapes, in order; together they cover it exactly.
+    """Return views of a flat tensor in the given shapes, in order. Together they must cover it exactly.
 
     >>> unpack(torch.arange(3), [(1, 2), ()])
     [tensor([[0, 1]]), tensor(2)]
@@ -29,7 +29,7 @@ def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Te
 
 
 def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as real numbers: complex ones as pairs, in a last dimension of 2.
+    """Return a view of the tensor as real numbers, complex ones as pairs in a last dimension of 2.
 
     >>> real_numbers(torch.tensor([1 + 2j]))
     tensor([[1., 2.]])
@@ -38,13 +38,19 @@ def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, which shares its memory, and any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else tensor.detach().to_local()  # type: ignore[attr-defined]
+
+
 _ALIGNED = 8
-"""Bytes that every tensor in a row of bytes begins at a multiple of, so that it can be read in place."""
+"""Alignment, in bytes, of every tensor in a row of bytes, so that it can be read in place."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors of different dtypes stand in one row of bytes.
+    """The layout of tensors of different dtypes in one row of bytes.
 
     >>> parts = (torch.tensor([0.5]), torch.tensor([[1, 2]], dtype=torch.uint8))
     >>> layout = Layout.of(parts)
@@ -58,31 +64,42 @@ class Layout:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> "Layout":
-        """For tensors like these."""
+        """Return the layout of tensors with these dtypes and shapes."""
         return cls(tuple(part.dtype for part in parts), tuple(part.shape for part in parts), parts[0].device)
 
     @property
     def nbytes(self) -> int:
-        """The length of a row."""
+        """The length of a row in bytes."""
         return sum(end for _, end in self._places()[-1:])
 
     def rows(self, count: int) -> torch.Tensor:
-        """So many empty rows."""
+        """Return `count` rows of zeros."""
         return torch.zeros(count, self.nbytes, dtype=torch.uint8, device=self.device)
 
     def write(self, parts: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor:
-        """Copy the tensors into a row, and return it."""
+        """Copy the tensors into a row.
+
+        Args:
+            parts: Tensors with the dtypes and shapes of this layout.
+            row: One of `rows`.
+
+        Returns:
+            `row`.
+
+        Raises:
+            ProgramError: The tensors have another layout.
+        """
         if Layout.of(parts) != self:
             raise ProgramError(
-                f"a codec's encoding changed from {self} to {Layout.of(parts)}: its form may depend on"
-                " how many numbers there are, but not on what they are"
+                f"a codec's encoding changed from {self} to {Layout.of(parts)}: shapes and dtypes may depend"
+                " on the number of values, but not on the values"
             )
         for place, part in zip(self.read(row), parts, strict=True):
             place.copy_(part)
         return row
 
     def read(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors of a row, sharing its memory."""
+        """Return the tensors of a row, sharing its memory."""
         return tuple(
             row[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             if shape.numel()
@@ -91,7 +108,7 @@ class Layout:
         )
 
     def _places(self) -> list[tuple[int, int]]:
-        """Begin and end of every tensor, with the room after it."""
+        """Return the start and end of every tensor, with its padding."""
         places, end = [], 0
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED

@@ -1,16 +1,16 @@
-"""N ranks' programs in one process, no network: the same generators, the same order, exact sums.
+"""Simulation of N ranks' programs in one process, without a network.
 
-For tests and for research: a new program can be tried on eight ranks in milliseconds.
+It runs the same generators in the same order, with exact sums. It is for tests and research: a new program
+can be tried on eight ranks in milliseconds. `rehearse` runs one rank of any number, on shapes alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from thinwire.errors import ProgramError
-from thinwire.wire.ops import (
+from thinwire.engine.ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -22,11 +22,16 @@ from thinwire.wire.ops import (
     ReduceScatter,
     Steps,
 )
-from thinwire.wire.schedule import Agenda
+from thinwire.engine.order import Agenda
+from thinwire.errors import ProgramError
 
 
 def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
-    """What each rank receives when rank `r` issues `ops[r]`."""
+    """Return what each rank receives when rank `r` issues `ops[r]`.
+
+    Raises:
+        ProgramError: Ranks issue different collectives, or one that is not valid.
+    """
     waiting = [isinstance(op, Await) for op in ops]
     if all(waiting):
         return [op.future.wait() for op in ops if isinstance(op, Await)]
@@ -45,7 +50,7 @@ def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
                 for peer, delivered in zip(ranks, received_there, strict=True):
                     received[peer] = delivered
             elif str(ops[ranks[0]]) != str(op):
-                _exchange_among(ranks, ops)  # says who differs
+                _exchange_among(ranks, ops)  # raises, and names the ranks that differ
     return received
 
 
@@ -72,13 +77,13 @@ def _exchange_pieces(ops: Sequence[Exchange]) -> list[torch.Tensor]:
     for rank, op in enumerate(ops):
         sent = tuple(other.sends[rank] for other in ops)
         if sent != op.receives:
-            raise ProgramError(f"rank {rank} is sent {sent} numbers, but means to receive {op.receives}")
+            raise ProgramError(f"rank {rank} is sent {sent} numbers, but expects {op.receives}")
         received.append(torch.cat([own[rank] for own in pieces]))
     return received
 
 
 def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The semantics of each collective, on all ranks' tensors at once."""
+    """Return what each rank receives of a collective, given all ranks' tensors."""
     match op:
         case AllReduce():
             total = torch.stack(tensors).sum(0, dtype=op.tensor.dtype)
@@ -97,19 +102,33 @@ def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         case Broadcast(src=src):
             source = tensors[src].clone()
             return [tensor.copy_(source) for tensor in tensors]
-    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.wire.ops")
+    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it: `results[rank][bucket]`, and the (bucket, stage) turns that carried collectives."""
+    """The outcome of `simulate`.
+
+    Attributes:
+        results: What the program of each bucket returned, as `results[rank][bucket]`.
+        order: The (bucket, stage) turns that issued collectives.
+    """
 
     results: list[list[Any]]
     order: list[tuple[int, int]]
 
 
 def simulate(ranks: Sequence[Sequence[Steps[Any]]]) -> Simulation:
-    """Run `ranks[rank][bucket]`, all started programs of one step, to their ends.
+    """Run all programs of one step to their ends.
+
+    Args:
+        ranks: The started programs, as `ranks[rank][bucket]`.
+
+    Returns:
+        Their results, and the order of collectives.
+
+    Raises:
+        ProgramError: Ranks diverged: they yielded different collectives, or a different number of them.
 
     >>> def mean(x, world_size):
     ...     total = yield AllReduce(x)
@@ -131,7 +150,10 @@ def simulate(ranks: Sequence[Sequence[Steps[Any]]]) -> Simulation:
         ]
         ops = [op for op, _ in outcomes if op is not None]
         if ops and len(ops) != len(outcomes):
-            raise ProgramError(f"bucket {bucket}: some ranks end before stage {stage}, others do not")
+            raise ProgramError(
+                f"bucket {bucket}: some ranks end before stage {stage}, others do not. A program must yield"
+                " the same collectives on every rank"
+            )
         results = exchange(ops) if ops else [result for _, result in outcomes]
         for rank, result in enumerate(results):
             received[rank][bucket] = result
@@ -146,3 +168,54 @@ def _advance(steps: Steps[Any], value: Any) -> tuple[Collective | Await | None, 
         return steps.send(value), None
     except StopIteration as stop:
         return None, stop.value
+
+
+def rehearse(steps: Steps[Any], rank: int, size: int) -> Iterator[Collective]:
+    """Run one rank's program, and yield its collectives without exchanging anything.
+
+    A collective delivers what it would if all ranks sent the same as this one, except that sums are not
+    taken. All ranks yield the same collectives, so one rank tells the bytes of any number of them. On `meta`
+    tensors, which have shapes and no values, it needs no memory.
+
+    Args:
+        steps: The started program.
+        rank: The rank that it was started for.
+        size: The number of ranks.
+
+    Yields:
+        The collectives, validated.
+
+    Raises:
+        ProgramError: A collective is not valid.
+
+    >>> def mean(x, world_size):
+    ...     total = yield AllReduce(x)
+    ...     return total / world_size
+    >>> [str(op) for op in rehearse(mean(torch.empty(5, device="meta"), 4096), 0, 4096)]
+    ['AllReduce of 5 float32']
+    """
+    received: Any = None
+    while True:
+        op, _ = _advance(steps, received)
+        if op is None:
+            return
+        if isinstance(op, Await):
+            received = op.future.wait()
+            continue
+        op.check(op.place(rank, size)[1])
+        yield op
+        received = _delivered(op, *op.place(rank, size))
+
+
+def _delivered(op: Collective, place: int, count: int) -> torch.Tensor:
+    """Return what a rank receives if all ranks send the same as this one, without taking sums."""
+    match op:
+        case AllGather():
+            return op.tensor.expand(count, *op.tensor.shape).clone()
+        case AllToAll():
+            return op.tensor.clone()
+        case Exchange():
+            return op.tensor.new_zeros(sum(op.receives))
+        case ReduceScatter():
+            return op.tensor[place].clone()
+    return op.tensor
