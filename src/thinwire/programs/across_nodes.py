@@ -1,4 +1,4 @@
-"""Exact within a node, where links are fast; compressed between nodes, where they are slow."""
+"""A program that averages exactly within a node and runs another program between nodes."""
 
 import os
 from collections.abc import Mapping
@@ -8,30 +8,37 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
+from thinwire.engine.ops import AllGather, ReduceScatter, Steps, among
+from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, require_program
-from thinwire.wire.ops import AllGather, ReduceScatter, Steps, among
-from thinwire.wire.pack import unpack
+from thinwire.programs.naming import Written
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
 
 _ROWS_WORTH_KEEPING = 8
+"""Rows per rank from which padding to whole rows is cheap enough to keep a matrix's shape."""
 
 
-@dataclass(frozen=True)
-class AcrossNodes:
-    """Averages exactly within each node, and runs `program` between nodes.
+@dataclass(frozen=True, repr=False)
+class AcrossNodes(Written):
+    """An exact average within each node, where links are fast, and `program` between nodes.
 
         each rank of a node receives the node's mean of its share of every parameter    reduce-scatter
         ranks that hold the same share run the program, each with its peers on the other nodes
         every rank of the node receives the other shares                               all-gather
 
-    What a node sends to others is what one rank would send on its own, and its ranks share the work. A share
-    is a slice of a parameter's rows, so state belongs to parameters, however buckets are laid out; a rank
-    keeps that of its own share.
+    A node sends as many bytes to other nodes as a single rank would, and its ranks divide the work. A share
+    is a slice of a parameter's rows, so state belongs to parameters and survives a rebuild of buckets. Each
+    rank keeps the state of its own share.
 
     Args:
-        program: What runs between the nodes.
-        node_size: Ranks in a node, consecutive ones. None: what torchrun says, LOCAL_WORLD_SIZE.
+        program: Program that runs between nodes.
+        node_size: Ranks per node. Consecutive ranks form a node. None takes LOCAL_WORLD_SIZE, which torchrun
+            sets.
+
+    Raises:
+        OptionError: `program` is not a program, or `node_size` is not a whole number of at least 1. `attach`
+            raises it where `node_size` does not divide the number of ranks.
 
     Example::
 
@@ -53,22 +60,36 @@ class AcrossNodes:
             raise OptionError(
                 f"node_size={self.node_size!r} must be a whole number of ranks, at least 1"
                 + (
-                    ": LOCAL_WORLD_SIZE, which torchrun sets, is not there to take it from"
+                    ": LOCAL_WORLD_SIZE, which torchrun sets, is not in the environment; pass node_size="
                     if size is None
                     else ""
                 )
             )
         object.__setattr__(self, "node_size", size)
 
+    @property
+    def carries_exact(self) -> bool:
+        """Whether the program between nodes averages some parameters exactly beside others."""
+        return carries_exact(self.program)
+
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-        """Refuse groups that are no whole number of nodes."""
+        """Raise OptionError unless `node_size` divides the number of ranks.
+
+        Args:
+            shapes: Shapes of the parameters by name. Unused.
+            world_size: Number of ranks.
+
+        Raises:
+            OptionError: The last node would have fewer ranks than the others.
+        """
         if world_size % (self.node_size or 1):
             raise OptionError(
-                f"node_size={self.node_size} does not divide the {world_size} ranks: nodes are of one size"
+                f"node_size={self.node_size} does not divide the {world_size} ranks: all nodes must have"
+                " the same number of ranks"
             )
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Reduce-scatter in the node, the program between nodes, all-gather in the node."""
+        """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
         size = self.node_size
         assert size is not None, "set in __post_init__"
         self.check({}, bucket.world_size)
@@ -92,9 +113,10 @@ class AcrossNodes:
 
 
 class Shares:
-    """Every parameter of a bucket in as many slices as a node has ranks, all alike, padded with zeros.
+    """The parameters of a bucket in equal slices, one per rank of a node, padded with zeros.
 
-    Slices of rows where that pads little, so that matrices stay matrices; otherwise of single numbers.
+    A slice is made of whole rows where that needs little padding, so that matrices stay matrices. Otherwise
+    the parameter is flattened first.
     """
 
     def __init__(self, bucket: Bucket, count: int) -> None:
@@ -104,7 +126,7 @@ class Shares:
         self.shapes = tuple(torch.Size((-(-shape[0] // count), *shape[1:])) for shape in self._views)
 
     def split(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A row for every rank: its slices, one after another."""
+        """Return a matrix with one row per rank, which holds the slices of that rank."""
         padded = []
         for view, shape, share in zip(unpack(buffer, self._views), self._views, self.shapes, strict=True):
             missing = share[0] * self._count - shape[0]
@@ -113,7 +135,7 @@ class Shares:
         return torch.cat(padded, dim=1)
 
     def join(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """The parameters again, from all ranks' slices."""
+        """Write the slices of all ranks back to parameters in `into`, and return it."""
         widths = [share.numel() for share in self.shapes]
         for slices, view in zip(rows.split(widths, dim=1), unpack(into, self._views), strict=True):
             view.view(-1).copy_(slices.reshape(-1)[: view.numel()])
@@ -121,6 +143,6 @@ class Shares:
 
 
 def _as_rows(shape: torch.Size, count: int) -> torch.Size:
-    """The shape whose first dimension is sliced: the parameter's own, or flat."""
+    """Return the shape whose first dimension is sliced, either the parameter's own or a flat one."""
     worth = len(shape) > 1 and (shape[0] % count == 0 or shape[0] >= _ROWS_WORTH_KEEPING * count)
     return shape if worth else torch.Size((shape.numel(),))
