@@ -5,15 +5,39 @@ READY := .venv/.ready
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint bench soak system clean
+# The native kernels, which `pip install -e .` builds in place.
+KERNELS := $(wildcard src/thinwire/kernels/*.c src/thinwire/kernels/*.h)
+
+.PHONY: demo test test-integrations docs dist lint bench soak soak-live sanitize compat system clean
 
 demo: $(READY)
 	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
-	    --programs "BF16,Int8,Int4,PowerSGD(rank=4,factor_dtype='bf16')"
+	    --programs "BF16,Int8,Int4,Int2,PowerSGD(rank=4,factor_dtype='bf16'),DiLoCo(period=16,program=Int4())"
 	$(BIN)/thinwire report demo.json
 
 test: lint system
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/integrations --ignore src/thinwire/integrations
+
+# Accelerate, HF Trainer, Lightning, Fabric, Ray and torchft: extras of their own, of 600 MB.
+test-integrations: .venv/.integrations
+	$(BIN)/pytest -n 2 --dist loadfile tests/integrations src/thinwire/integrations
+
+.venv/.integrations: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]'
+	touch $@
+
+# The documentation as a site, without a warning: site/index.html. It works offline.
+docs: $(READY)
+	$(BIN)/thinwire docs --build src/thinwire --out site --strict
+
+# What would be released: built, checked, installed in an empty environment, and run there.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/empty
+	build/empty/bin/pip install --quiet -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[report]"
+	cd build && OMP_NUM_THREADS=1 empty/bin/python $(CURDIR)/examples/check.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,6 +56,34 @@ soak: $(READY)
 	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/ranks/test_elastic.py
 	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
+# Replicas of one torchft job that are killed at random times and come back; the last line has the count.
+LIVE_EPISODES ?= 50
+soak-live: .venv/.integrations
+	$(BIN)/python benchmarks/live_soak.py --seed $(SEED) --episodes $(LIVE_EPISODES) --minutes $(MINUTES)
+
+# Every kernel under AddressSanitizer and UndefinedBehaviorSanitizer, for the baseline and, on x86-64, for AVX2.
+CC ?= cc
+SANITIZE := $(CC) -std=c11 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -fno-math-errno -fno-trapping-math \
+    -fsanitize=address,undefined -fno-sanitize-recover=all -DPLAIN -Isrc/thinwire/kernels
+sanitize: tests/kernels/sanitize.c $(KERNELS)
+	@mkdir -p build
+	for arch in baseline $(if $(filter x86_64,$(shell uname -m)),x86-64-v3); do \
+	    $(SANITIZE) $$([ $$arch = baseline ] || echo -march=$$arch) $(filter %.c,$^) -o build/sanitize-$$arch -lm \
+	        && echo $$arch && build/sanitize-$$arch || exit 1; \
+	done
+
+# The suite on another torch: `make compat TORCH=2.15.0`. Its builds bring CUDA, several GB: not part of `make test`.
+# `TESTS="tests/unit tests/surface"` runs a part of it.
+TORCH ?= 2.15.0
+TESTS ?=
+COMPAT := .venv-torch-$(TORCH)
+compat: system
+	$(PYTHON) -m venv $(COMPAT)
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]'
+	$(COMPAT)/bin/python -c "import torch; print('torch', torch.__version__)"
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
+
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:
 	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
@@ -39,11 +91,11 @@ system:
 	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 
 # Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): pyproject.toml constraints.txt Makefile $(KERNELS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c "import pathlib, site; pathlib.Path(site.getsitepackages()[0], 'checkout.pth').write_text('$(CURDIR)')"
 	touch $(READY)
 
 clean:
-	rm -rf .venv build demo.json demo.html .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist site src/thinwire/kernels/*.so demo.json demo.html .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,1 +1,1 @@
-"""Side by side against torch, in one interleaved run each."""
+"""Benchmarks that compare thinwire with torch in interleaved runs."""

@@ -1,4 +1,4 @@
-"""Is an emulated link as fast as it says? A bulk transfer from one host to another, at several rates.
+"""Measured rate of emulated links, by bulk transfers from one host to another.
 
 .venv/bin/python benchmarks/bandwidth.py
 """
@@ -32,12 +32,12 @@ else:
 
 
 def transfer(payload: int) -> list[str]:
-    """A command for two hosts: the second sends so many bytes to the first, which prints bits per second."""
+    """Return a command for two hosts. The second sends `payload` bytes, the first prints bits per second."""
     return [sys.executable, "-c", _PROGRAM, str(payload)]
 
 
 def measured_rate(lab: Lab, seconds: float) -> float:
-    """Bits per second of a transfer that should take so long."""
+    """Return the bits per second of a transfer that should take `seconds`."""
     assert lab.network.rate is not None
     lines: list[str] = []
     command = transfer(int(lab.network.rate / 8 * seconds))

@@ -1,10 +1,10 @@
-"""Step time and bytes of thinwire's codecs against plain DDP and torch's hooks, on emulated links.
+"""Step time and bytes of thinwire's programs, plain DDP and torch's hooks on emulated links.
 
     .venv/bin/python benchmarks/hooks.py --hosts 2,4 --links 10mbit,100mbit,unlimited
 
-Every round has one step of each, in random order; figures are medians, bytes are per rank and step. torch's
-quantization hooks raise IndexError on Gloo: they run mended (benchmarks/mended.py), and in one bucket, since
-with more they race. torch's bf16 hook refuses CPUs.
+Every round has one step of each contestant, in random order. Figures are medians. Bytes are per rank and
+step. torch's quantization hooks raise IndexError on Gloo. They run repaired (benchmarks/mended.py) and in one
+bucket, because they race with more. torch's bf16 hook does not support CPUs.
 """
 
 import argparse
@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from benchmarks.mended import mend
-from thinwire.bench.contestants import PROGRAMS, Contestant, TorchHook
-from thinwire.bench.measure import ON_CPU, measure
+from thinwire.bench.contestants import Contestant
+from thinwire.bench.devices import ON_CPU
+from thinwire.bench.measure import measure
 from thinwire.bench.results import Track
+from thinwire.bench.rivals import ONE_BUCKET_MB, RIVALS, Rival, hook_rival
 from thinwire.bench.workloads import find_workload
 from thinwire.lab.namespaces import Lab
 from thinwire.lab.network import plan
@@ -30,26 +32,25 @@ from thinwire.lab.run import run_on
 
 MARK = "hooks "
 PER_TENSOR, PER_CHANNEL = "quantization_pertensor_hook", "quantization_perchannel_hook"
-OURS = ["BF16", "TwoShot(Quantize(block=64))", "Int8", "Int4", "FP8", "Sign", "TopK"]
+OURS = ["BF16", "TwoShot(Quantize(block=64))", "Int8", "Int4", "Int2", "FP8", "Sign", "TopK"]
 
 
-def _mended(name: str) -> TorchHook:
-    """Torch's hook of that name, in one bucket."""
+def _mended(name: str) -> Rival:
+    """Return torch's hook of that name, repaired and in one bucket."""
 
     def register(ddp: DDP, program: Any) -> None:
         ddp.register_comm_hook(ddp.process_group, getattr(mend(), name))
 
-    return TorchHook(lambda program: name, register, bucket_mb=100_000)
+    return hook_rival(lambda program: name, register, ONE_BUCKET_MB)
 
 
 def contestants() -> list[Contestant]:
-    """Plain DDP, torch's hooks, thinwire's programs."""
-    # torch's contestants go by the name of the program that they stand against.
-    PROGRAMS["Int8"], PROGRAMS["Int4"] = _mended(PER_TENSOR), _mended(PER_CHANNEL)
+    """Return plain DDP, torch's hooks and thinwire's programs."""
+    # A torch contestant is found by the name of the program that it is compared with.
+    RIVALS["Int8"], RIVALS["Int4"] = _mended(PER_TENSOR), _mended(PER_CHANNEL)
     return [
         Contestant("DDP", "ddp", ""),
         Contestant("torch fp16_compress_hook", "torch", "FP16"),
-        Contestant("torch bf16_compress_hook", "torch", "BF16"),
         Contestant(f"torch {PER_TENSOR}", "torch", "Int8"),
         Contestant(f"torch {PER_CHANNEL}", "torch", "Int4"),
         *(Contestant(text, "thinwire", text) for text in OURS),
@@ -57,7 +58,7 @@ def contestants() -> list[Contestant]:
 
 
 def rank(workload: str, steps: int, bucket_mb: float) -> None:
-    """What runs on every host."""
+    """Run one rank on its host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = measure(find_workload(workload), contestants(), steps, bucket_mb, lambda *_: None, overtime=False)
@@ -68,7 +69,7 @@ def rank(workload: str, steps: int, bucket_mb: float) -> None:
 
 
 def run(hosts: int, link: str, options: argparse.Namespace) -> list[Track]:
-    """One cell of the grid."""
+    """Measure one cell of the grid."""
     tracks: list[Track] = []
 
     def listen(host: int, stream: str, line: str) -> None:
@@ -92,7 +93,7 @@ def run(hosts: int, link: str, options: argparse.Namespace) -> list[Track]:
 
 
 def show(tracks: list[Track], skip: int) -> None:
-    """A line for each."""
+    """Print one line for each contestant."""
     ran = [track for track in tracks if track.unavailable is None]
     step = {track.name: statistics.median(track.step_seconds[skip:]) for track in ran}
     rival = step[f"torch {PER_TENSOR}"]
@@ -117,7 +118,7 @@ def show(tracks: list[Track], skip: int) -> None:
 
 
 def main() -> None:
-    """Every cell in turn."""
+    """Measure every cell, and print its table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--links", default="10mbit,100mbit,unlimited")
     parser.add_argument("--workload", default="gpt-1m")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--bucket-mb", type=float, default=25, help="for all but torch's quantization hooks")
+    parser.add_argument("--bucket-mb", type=float, default=25, help="except for torch's quantization hooks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

@@ -1,13 +1,13 @@
-"""Loss against steps, bytes and time: DDP, post-local SGD, DiLoCo exact and compressed, streaming.
+"""Loss by steps, bytes and time of DDP, post-local SGD, DiLoCo in several forms, and SparseLoCo.
 
     .venv/bin/python benchmarks/local_sgd.py                              # loss: four ranks, half an hour
     .venv/bin/python benchmarks/local_sgd.py --link 100mbit --steps 64    # time: four emulated hosts
     .venv/bin/python benchmarks/local_sgd.py --only "DDP,DiLoCo int4" --period 32
 
 Every contestant trains the same small GPT from the same weights on the same batches, on real ranks. Bytes are
-those that rank 0 sent, from the wire's meter, the last exchange by `finalize` included. The loss is that of
-rank 0's model on held-out text. The learning rate rises over a sixteenth of the steps, then falls along a
-cosine to a tenth; it is the same for all.
+those that rank 0 sent, as counted by the wire's meter, including the last exchange of `finalize`. The loss is
+that of rank 0's model on held-out text. All contestants use the same learning rate, which rises over a
+sixteenth of the steps and then falls along a cosine to a tenth.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from thinwire.lab.network import plan
 from thinwire.lab.run import run_on
 
 Point = tuple[int, float, int, float]
-"""Steps, seconds, bytes sent and held-out loss so far."""
+"""Finished steps, seconds, bytes sent and held-out loss."""
 Options = argparse.Namespace
 CONTESTANTS: dict[str, Callable[[Options], Any]] = {
     "DDP": lambda o: thinwire.Exact(),
@@ -40,6 +40,8 @@ CONTESTANTS: dict[str, Callable[[Options], Any]] = {
     "DiLoCo exact": lambda o: diloco(o),
     "DiLoCo int8": lambda o: diloco(o, program=thinwire.Int8()),
     "DiLoCo int4": lambda o: diloco(o, program=thinwire.Int4()),
+    "DiLoCo int4 default": lambda o: thinwire.DiLoCo(period=o.period, program=thinwire.Int4()),
+    "SparseLoCo": lambda o: thinwire.SparseLoCo(period=o.period),
     "streaming int4": lambda o: diloco(o, program=thinwire.Int4(), fragments=4, overlap=2),
 }
 POINTS = 8
@@ -48,14 +50,14 @@ MARK = "local_sgd "
 
 
 def diloco(options: Options, **more: Any) -> thinwire.DiLoCo:
-    """All of them with the same outer optimizer."""
+    """Return a DiLoCo configuration with the outer optimizer that all contestants share."""
     momentum = options.outer_momentum
     outer = partial(torch.optim.SGD, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
     return thinwire.DiLoCo(period=options.period, outer=outer, **more)
 
 
 def train(rank: int, world_size: int, name: str, options: Options) -> list[Point]:
-    """What a contestant reached at a few points, the last after `finalize`; evaluation takes no time."""
+    """Train a contestant. Return some points, the last after `finalize`. Evaluation is not timed."""
     workload = find_workload(options.workload)
     ddp = DDP(workload.model())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr)
@@ -64,7 +66,7 @@ def train(rank: int, world_size: int, name: str, options: Options) -> list[Point
         optimizer, lambda s: min((s + 1) / rise, 0.55 + 0.45 * math.cos(math.pi * min(1.0, s / total)))
     )
     averaging = CONTESTANTS[name](options)
-    # So small a model has too many vectors to leave them exact and still send a hundredth.
+    # In so small a model, exact vectors would exceed a hundredth of the bytes.
     rules = [("*", averaging.program)] if isinstance(averaging, thinwire.DiLoCo) else []
     wire = thinwire.attach(ddp, averaging, rules=rules, optimizer=optimizer)
     points: list[Point] = []
@@ -86,7 +88,7 @@ def train(rank: int, world_size: int, name: str, options: Options) -> list[Point
 
 
 def held_out_loss(model: torch.nn.Module, workload: Workload) -> float:
-    """The mean over some batches that nobody trains on."""
+    """Return the mean loss over held-out batches."""
     assert workload.held_out is not None
     with torch.no_grad():
         losses = [float(model(workload.held_out(0, index))) for index in range(HELD_OUT)]
@@ -103,15 +105,15 @@ def on_hosts(name: str, options: Options) -> list[Point]:
         elif "Error" in line:
             print(f"host {host} | {line}", file=sys.stderr)
 
-    told = {key: value for key, value in vars(options).items() if key not in ("only", "link", "as_host")}
-    arguments = [text for key, value in told.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    passed = {key: value for key, value in vars(options).items() if key not in ("only", "link", "as_host")}
+    arguments = [text for key, value in passed.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     with Lab(plan(hosts=options.ranks, rate=options.link)) as lab:
         run_on(lab, [sys.executable, "-W", "ignore", __file__, "--as-host", name, *arguments], listen)
     return found
 
 
 def as_host(options: Options) -> None:
-    """One rank on its host."""
+    """Run one rank on its host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     points = train(dist.get_rank(), dist.get_world_size(), options.as_host, options)
@@ -122,7 +124,7 @@ def as_host(options: Options) -> None:
 
 
 def show(name: str, points: list[Point], base: Point, timed: bool) -> None:
-    """A contestant's way, and its end against the first one's."""
+    """Print a contestant's points, and its last one compared with that of the first contestant."""
     _, seconds, sent, loss = points[-1]
     ratio = base[2] / sent if sent else math.inf
     print(
@@ -138,7 +140,7 @@ def show(name: str, points: list[Point], base: Point, timed: bool) -> None:
 
 
 def main() -> None:
-    """Train each, and print what came of it."""
+    """Train each contestant, and print its points."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4096)
@@ -147,8 +149,8 @@ def main() -> None:
     parser.add_argument("--outer-lr", type=float, default=0.9)
     parser.add_argument("--outer-momentum", type=float, default=0.5)
     parser.add_argument("--workload", default="benchmarks.workloads:small_gpt")
-    parser.add_argument("--only", default=",".join(CONTESTANTS), help="names, separated by commas")
-    parser.add_argument("--link", help="emulate hosts with such links, and measure times")
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, separated by commas")
+    parser.add_argument("--link", help="rate of emulated links; needed to measure times")
     parser.add_argument("--as-host", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

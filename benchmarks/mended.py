@@ -1,10 +1,10 @@
-"""torch's quantization hooks, mended so that they run on Gloo at all and can be compared with.
+"""torch's quantization hooks, repaired so that they run on Gloo and can be compared with.
 
-In torch 2.13 they expect the future of an all-gather to hold a list of lists, while Gloo's holds the list
-itself, so that their first index picks one rank's tensor and the next raises IndexError. The mended ones see
-`torch.distributed` through a stand-in whose all-gather wraps the list once more; no line of theirs changes.
-They start their second all-gather from a callback, in an order that differs from rank to rank: give them one
-bucket.
+In torch 2.13 they expect the future of an all-gather to hold a list of lists. Gloo's future holds the list
+itself, so their first index selects one rank's tensor and the next raises IndexError. The repaired hooks use
+a replacement of `torch.distributed` whose all-gather wraps the list once more. Their own code is unchanged.
+They start their second all-gather from a callback, in an order that differs between ranks. Give them one
+bucket for this reason.
 """
 
 from types import SimpleNamespace
@@ -21,14 +21,14 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any, a
 
     def nested(done: Any) -> list[Any]:
         value = done.value()
-        # The hook stacks the gathered scales of one rank per row, and indexes them as one tensor.
+        # The hook indexes the gathered scales as one tensor with one row per rank.
         return [torch.stack(value) if value[0].is_floating_point() else value]
 
     return SimpleNamespace(get_future=lambda: work.get_future().then(nested))
 
 
 def mend() -> Any:
-    """Torch's module, whose hooks now run on Gloo with one bucket."""
+    """Repair torch's module in place and return it. Its hooks then run on Gloo with one bucket."""
     stand_in = SimpleNamespace(all_gather=_all_gather, group=dist.group, get_rank=dist.get_rank)
     theirs.dist = stand_in  # type: ignore[assignment]
     return theirs

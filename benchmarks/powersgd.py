@@ -1,12 +1,12 @@
-"""PowerSGD against plain DDP, against torch's hook and against the floor, on a GPT of 6.5 M parameters.
+"""PowerSGD compared with plain DDP, torch's hook and the floor, on a GPT of 6.5 M parameters.
 
-    .venv/bin/python benchmarks/powersgd.py buckets    # who survives more than one bucket
+    .venv/bin/python benchmarks/powersgd.py buckets    # which hooks run with more than one bucket
     .venv/bin/python benchmarks/powersgd.py cpu        # time in the hook itself, one rank
     .venv/bin/python benchmarks/powersgd.py links      # 10mbit, 100mbit, unlimited; 2 and 4 hosts
     .venv/bin/python benchmarks/powersgd.py loss       # ranks 1, 2, 4, 8 and both residuals, equal steps
 
-torch's hook gets one bucket, because it does not survive more. Results of `links` and `loss` are kept in
---out and resumed from there.
+torch's hook gets one bucket, because it fails with more. Results of `links` and `loss` are saved to --out,
+from which an interrupted run is resumed.
 """
 
 import argparse
@@ -28,12 +28,13 @@ from thinwire.bench.contestants import Contestant
 from thinwire.bench.grid import Grid, run_grid
 from thinwire.bench.measure import Entry, enter
 from thinwire.bench.results import Results
+from thinwire.bench.rivals import ONE_BUCKET_MB
 from thinwire.bench.summary import rows
 from thinwire.bench.workloads import WORKLOADS
 from thinwire.cli.progress import progress
 from thinwire.cli.table import tables, title
 
-OURS, HALF = "PowerSGD(rank=4)", "PowerSGD(rank=4,factor_dtype='bf16')"
+OURS, HALF = "PowerSGD(rank=4,warmup=0)", "PowerSGD(rank=4,factor_dtype='bf16',warmup=0)"
 CONTESTANTS = {
     "DDP": Contestant("DDP", "ddp", ""),
     "torch": Contestant("torch powerSGD_hook", "torch", OURS),
@@ -45,21 +46,21 @@ SURVIVAL_STEPS, SURVIVAL_SECONDS = 20, 60
 
 
 def survive(rank: int, world_size: int, name: str) -> int:
-    """Some steps in buckets of 1 MB."""
+    """Train a contestant for some steps in buckets of 1 MB."""
     ddp = DDP(WORK.model(), bucket_cap_mb=1)
-    CONTESTANTS[name].prepare(ddp, SURVIVAL_STEPS)
+    CONTESTANTS[name].prepare(ddp, WORK.optimizer)
     for step in range(SURVIVAL_STEPS):
         ddp(WORK.batch(rank, step)).backward()
     return SURVIVAL_STEPS
 
 
 def last_line(text: str) -> str:
-    """The end of a traceback, or of what was said instead."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "without a word")
+    """Return the last non-empty line of a process's output."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def buckets() -> None:
-    """Each in a process group of its own, which may hang or abort."""
+    """Run each hook with many buckets in a separate process group, which may hang or abort."""
     for name in ("thinwire", "torch"):
         command = [sys.executable, __file__, "survive", "--name", name]
         process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -74,10 +75,10 @@ def buckets() -> None:
 
 
 def hook_seconds(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
-    """Forward and backward on one rank: nothing to wait for, so what exceeds plain DDP is the hook's work."""
+    """Return the seconds of forward and backward on one rank, where a hook never waits for the network."""
     entries: dict[str, Entry] = {}
     for name, contestant in CONTESTANTS.items():
-        entries[name] = enter(contestant, WORK.model(), WORK, 100_000, rounds)
+        entries[name] = enter(contestant, WORK.model(), WORK, ONE_BUCKET_MB)
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     shuffled = random.Random(0)
     for step in range(rounds):
@@ -92,7 +93,7 @@ def hook_seconds(rank: int, world_size: int, rounds: int) -> dict[str, list[floa
 
 
 def cpu(rounds: int) -> None:
-    """Encode and decode, by difference to plain DDP within each round."""
+    """Print the time of encoding and decoding, as the difference to plain DDP in each round."""
     seconds = run(hook_seconds, 1, rounds)
     extra = {
         name: statistics.median(own - plain for own, plain in zip(seconds[name], seconds["DDP"], strict=True))
@@ -104,13 +105,13 @@ def cpu(rounds: int) -> None:
 
 
 def measured(grid: Grid, out: Path) -> Results:
-    """A grid of `thinwire bench`."""
+    """Run a grid of `thinwire bench`, or resume it."""
     with progress(grid.steps * len(grid.cells)) as tracker:
         return run_grid(grid, out, " ".join(sys.argv), fresh=False, on_progress=tracker, on_line=print)
 
 
 def show(results: Results) -> None:
-    """The table, and each row against torch's."""
+    """Print the tables, and each row compared with torch's."""
     console = Console(width=220)
     for cell in results.cells:
         console.print(title(cell), *(tables(cell) if cell.error is None else [cell.error]))
@@ -125,7 +126,7 @@ def show(results: Results) -> None:
 
 
 def final_losses(results: Results) -> None:
-    """Held-out loss after equal steps, against plain DDP's."""
+    """Print the held-out loss after equal steps, compared with plain DDP's."""
     for cell in results.cells:
         ran = [row for row in rows(cell) if row.loss is not None]
         for row in ran:
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--links", default="10mbit,100mbit,unlimited")
     parser.add_argument("--hosts", default="2,4")
-    parser.add_argument("--name", choices=list(CONTESTANTS), help="for survive")
+    parser.add_argument("--name", choices=list(CONTESTANTS), help="contestant of the part survive")
     parser.add_argument("--out", type=Path, default=Path("powersgd.json"))
     options = parser.parse_args()
     if options.part == "survive":

@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark on this machine, over loopback."""
+"""Ranks of a benchmark on this machine, connected over loopback."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """Call `function(rank, world_size, *args)` on every rank, one core thread each; rank 0's result."""
+    """Call `function(rank, world_size, *args)` on every rank with one thread. Return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_main, (function, world_size, folder, args), nprocs=world_size)
         return pickle.loads((Path(folder) / "result").read_bytes())

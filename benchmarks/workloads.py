@@ -1,4 +1,4 @@
-"""What is measured on: the GPT of `thinwire bench`, a smaller one, and an MLP with little work per byte."""
+"""Workloads: the GPT of `thinwire bench`, a smaller one, and an MLP with little computation per byte."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from thinwire.bench.workloads import WORKLOADS as BUILT_IN
 
 
 class MLP(nn.Module):
-    """Few operations for each parameter, so that communication weighs heavily."""
+    """A model with few operations per parameter, in which communication dominates."""
 
     def __init__(self, width: int = 512, layers: int = 16) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A loss to minimise."""
+        """Return the loss of a batch."""
         result: torch.Tensor = self.layers(x).square().mean()
         return result
 
@@ -33,5 +33,5 @@ WORKLOADS = {"gpt": BUILT_IN["gpt-6m"], "mlp": Workload(MLP, _noise)}
 
 
 def small_gpt() -> Workload:
-    """A quarter of a million parameters: small enough to train for thousands of steps on a desk."""
+    """Return a GPT of a quarter of a million parameters, which trains thousands of steps on a desktop."""
     return replace(BUILT_IN["gpt-1m"], build=partial(GPT, 64, 4))

@@ -1,10 +1,11 @@
-"""Step time, bytes and optimizer memory: DDP and its optimizer, torch's ZeRO, thinwire's, on emulated links.
+"""Step time, bytes and optimizer memory of DDP, torch's ZeRO and thinwire's ZeRO on emulated links.
 
     .venv/bin/python benchmarks/zero.py --links 100mbit,unlimited --hosts 4
 
-Every round has one step of each, in random order, all with AdamW; figures are medians. Bytes are what rank
-0's network device sent in a step. torch's hooks that overlap the step with backward refuse Gloo, so torch's
-ZeroRedundancyOptimizer steps after backward.
+Every round has one step of each contestant, in random order. All use AdamW. Figures are medians. Ratios to
+DDP's step are taken within a round and shown with quartiles. Bytes are those that rank 0's network device
+sent in a step. `--only` keeps the contestants whose names contain a word of it, and DDP. torch's hooks that
+overlap the step with backward do not support Gloo, so torch's ZeroRedundancyOptimizer steps after backward.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZeRO
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from thinwire.bench.measure import device_bytes
+from thinwire.bench.devices import device_bytes
 from thinwire.bench.workloads import find_workload
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -34,16 +35,17 @@ from thinwire.lab.run import run_on
 from thinwire.optim import ZeroRedundancyOptimizer
 
 MARK = "zero "
+DDPS = "DDP and AdamW"
 LR = 1e-3
 
 
 def plain(ddp: DDP) -> Any:
-    """DDP and the optimizer."""
+    """Return AdamW for plain DDP."""
     return torch.optim.AdamW(ddp.parameters(), lr=LR)
 
 
 def attached(program: Any) -> Callable[[DDP], Any]:
-    """Thinwire's ZeRO by attach."""
+    """Return a function that sets up thinwire's ZeRO by `attach`."""
 
     def make(ddp: DDP) -> Any:
         optimizer = plain(ddp)
@@ -54,7 +56,7 @@ def attached(program: Any) -> Callable[[DDP], Any]:
 
 
 def hooked(ddp: DDP) -> Any:
-    """Torch's name for the step inside backward, on thinwire's engine."""
+    """Set up thinwire's hook of torch's name, which steps inside backward."""
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=LR)
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
     return zero
@@ -64,7 +66,7 @@ CONTESTANTS: dict[str, Callable[[DDP], Any]] = {
     "torch ZeroRedundancyOptimizer": lambda ddp: TorchsZeRO(
         ddp.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR
     ),
-    "DDP and AdamW": plain,
+    DDPS: plain,
     "thinwire ZeroRedundancyOptimizer": lambda ddp: ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR
     ),
@@ -78,20 +80,22 @@ CONTESTANTS: dict[str, Callable[[DDP], Any]] = {
 
 @dataclass
 class Found:
-    """What a contestant took."""
+    """The measurements of a contestant."""
 
     seconds: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     state_bytes: int = 0
 
 
-def rank(workload_name: str, rounds: int) -> None:
-    """What runs on every host."""
+def rank(workload_name: str, rounds: int, only: list[str]) -> None:
+    """Run one rank on its host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     workload, order = find_workload(workload_name), random.Random(0)
     entries = {}
     for name, make in CONTESTANTS.items():
+        if name != DDPS and not any(word in name for word in only):
+            continue
         ddp = DDP(workload.model())
         entries[name] = (ddp, make(ddp), Found())
     for number in range(rounds):
@@ -113,45 +117,50 @@ def rank(workload_name: str, rounds: int) -> None:
         tensors = [value for state in kept.values() for value in state.values()]
         found.state_bytes = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
     if dist.get_rank() == 0:
-        told = {name: asdict(found) for name, (_, _, found) in entries.items()}
-        print(f"\n{MARK}{json.dumps(told)}", flush=True)
+        report = {name: asdict(found) for name, (_, _, found) in entries.items()}
+        print(f"\n{MARK}{json.dumps(report)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(hosts: int, link: str, options: argparse.Namespace) -> dict[str, Found]:
-    """One cell."""
+    """Measure one cell."""
     found: dict[str, Found] = {}
 
     def listen(host: int, stream: str, line: str) -> None:
         if line.startswith(MARK):
-            told = json.loads(line.removeprefix(MARK))
-            found.update({name: Found(**values) for name, values in told.items()})
+            report = json.loads(line.removeprefix(MARK))
+            found.update({name: Found(**values) for name, values in report.items()})
         elif "Error" in line:
             print(f"host {host} | {line}", file=sys.stderr)
 
     arguments = ["--rank", "--workload", options.workload, "--rounds", str(options.rounds)]
+    arguments += ["--only", options.only]
     with Lab(plan(hosts=hosts, rate=link)) as lab:
         run_on(lab, [sys.executable, "-W", "ignore", __file__, *arguments], listen)
     return found
 
 
 def show(found: dict[str, Found]) -> None:
-    """A line for each, against torch's."""
+    """Print one line for each contestant, compared with the first one and with plain DDP."""
     skip = 2
-    rival = next(iter(found.values()))
-    base_step, base_sent = statistics.median(rival.seconds[skip:]), statistics.median(rival.sent[skip:])
-    print(f"{'':<34}{'step':>10}{'x torch':>9}{'sent':>11}{'x torch':>9}{'state':>10}")
+    first, ddps = next(iter(found.values())), found[DDPS].seconds[skip:]
+    base_step, base_sent = statistics.median(first.seconds[skip:]), statistics.median(first.sent[skip:])
+    rival = "x torch" if next(iter(found)) != DDPS else "x DDP"
+    print(f"{'':<34}{'step':>10}{rival:>9}{'sent':>11}{rival:>9}{'state':>10}   x DDP's step")
     for name, one in found.items():
         step, sent = statistics.median(one.seconds[skip:]), statistics.median(one.sent[skip:])
+        ratios = [own / plain for own, plain in zip(one.seconds[skip:], ddps, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
         print(
             f"{name:<34}{1e3 * step:>7.0f} ms{step / base_step:>9.2f}{sent / 1e6:>8.2f} MB"
             f"{sent / base_sent:>9.2f}{one.state_bytes / 1e6:>7.1f} MB"
+            f"   {middle:.2f} ({low:.2f} to {high:.2f})"
         )
 
 
 def main() -> None:
-    """Every cell in turn."""
+    """Measure every cell, and print its table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,10 +168,11 @@ def main() -> None:
     parser.add_argument("--links", default="100mbit,unlimited")
     parser.add_argument("--workload", default="gpt-1m")
     parser.add_argument("--rounds", type=int, default=14)
+    parser.add_argument("--only", default="e", help="words, such as 'ZeRO(),interleaved'")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.workload, options.rounds)
+        rank(options.workload, options.rounds, options.only.split(","))
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for hosts in map(int, options.hosts.split(",")):

@@ -1,14 +1,14 @@
-r"""Training that outlives its workers: all state in checkpoints, for the same or another number of ranks.
+r"""Elastic training: checkpoints hold all state and can be loaded by another number of ranks.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py --folder checkpoints
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 3:4 --max-restarts 3 --rdzv-backend c10d \
         --rdzv-endpoint host:29400 examples/elastic.py --folder /shared --program "DiLoCo(period=4)"
 
-torchrun starts all workers again when one is lost; each then goes on from the latest complete checkpoint.
-Data are a function of step and rank, so that a resumed run sees what it would have seen. `--kill-at` loses a
-worker on purpose. (The variable is for hosts that come and go: workers that torchrun restarts because another
-host's failed would otherwise meet in the store of the workers before them.)
+torchrun restarts all workers when one dies. Each then resumes from the latest complete checkpoint. Batches
+depend only on step and rank, so a resumed run trains on the same data. `--kill-at` kills a worker on purpose.
+The variable is needed if hosts join and leave. Without it, workers that torchrun restarts because another
+host failed would use the store of the previous workers.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +30,11 @@ KEEP = 2
 
 
 class Job:
-    """A model, its optimizer and its wire, with what it takes to save and resume them."""
+    """A model, its optimizer and its wire, which can be saved and resumed.
+
+    Args:
+        program: A program or a configuration as Python text.
+    """
 
     def __init__(self, program: str) -> None:
         torch.manual_seed(0)
@@ -41,52 +44,40 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         chosen = eval(program, {"torch": torch}, vars(thinwire))
         self.wire = thinwire.attach(self.ddp, chosen, optimizer=self.optimizer, timeout=30.0)
-        self.moments = thinwire.PerRank(self.optimizer, merge=thinwire.merge_optimizer_states)
 
     def train(self, step: int) -> None:
-        """One step; the wire and the optimizer do the rest."""
+        """Train one step."""
         self.optimizer.zero_grad()
         self.loss(step, self.rank).backward()
         self.optimizer.step()
 
     def loss(self, step: int, rank: int) -> torch.Tensor:
-        """On data that depend on step and rank alone."""
+        """Return the loss of the batch of a step and a rank."""
         numbers = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
         loss: torch.Tensor = (self.ddp(numbers) - numbers.roll(1, dims=1)).square().mean()
         return loss
 
     def save(self, folder: Path, step: int) -> None:
-        """Write beside, then rename: a checkpoint has its name only when it is complete."""
-        unfinished = folder / "unfinished"
-        if self.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was lost while saving
-        dist.barrier()
+        """Save a checkpoint of this step, and delete old ones. Its folder gets its name when complete."""
         self.tell(f"saving step {step}")
-        parts = {"model": self.ddp.module, "optimizer": self.moments, "wire": self.wire}
-        dcp.save(parts, checkpoint_id=unfinished)
+        thinwire.save_checkpoint(folder / name_of(step), self.ddp, self.optimizer, self.wire, step=step)
         if self.rank == 0:
-            unfinished.rename(folder / f"step-{step:08d}")
             for old in complete(folder)[:-KEEP]:
                 shutil.rmtree(old)
 
     def resume(self, folder: Path) -> int:
-        """Go on from the latest checkpoint, of whatever number of ranks; how many steps it has seen."""
-        latest: list[Path | None] = [next(reversed(complete(folder)), None)]
-        dist.broadcast_object_list(latest)  # rank 0 decides
-        (path,) = latest
-        if path is None:
+        """Load the latest checkpoint, saved by any number of ranks. Return its step, or 0 without one."""
+        found = torch.tensor(max(map(step_of, complete(folder)), default=0))
+        dist.broadcast(found, 0)  # all ranks load the one that rank 0 found
+        if not found:
             return 0
-        dcp.load({"model": self.ddp.module}, checkpoint_id=path)
-        self.moments.load_state_dict(thinwire.read_states(path, "optimizer"))
-        self.wire.load_state_dict(
-            thinwire.read_states(path, "wire")
-        )  # last: it may bring parameters of this rank
-        step = int(path.name.removeprefix("step-"))
+        path = folder / name_of(int(found))
+        step: int = thinwire.load_checkpoint(path, self.ddp, self.optimizer, self.wire)["step"]
         self.tell(f"resumed step {step}")
         return step
 
     def owed(self) -> torch.Tensor:
-        """What compression has not sent yet, of all ranks: the mean of their residuals."""
+        """Return the mean of all ranks' residuals, which compression has not sent yet."""
         ((inner,),) = self.wire.state_dict().values()
         slots = [(key, one) for slots in inner["memory"].values() for key, one in slots.items()]
         residuals = [one.double().flatten() for key, one in slots if key.endswith("residual")]
@@ -95,24 +86,35 @@ class Job:
         return total / self.size
 
     def tell(self, what: str) -> None:
-        """Print where the run is, once."""
-        owed = self.owed()
+        """Print an event with the number of ranks and the residual, on rank 0."""
+        residual = self.owed()
         if self.rank == 0:
-            print(f"{what} ranks {self.size} owed {owed.sum():.6e} norm {owed.norm():.6e}", flush=True)
+            total, norm = residual.sum(), residual.norm()
+            print(f"{what} ranks {self.size} residual {total:.6e} norm {norm:.6e}", flush=True)
 
     def digest(self) -> str:
-        """A short name of the parameters' bits."""
+        """Return a short hash of the parameters' bits."""
         bits = torch.cat([one.detach().flatten() for one in self.ddp.parameters()]).view(torch.uint8)
         return hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(folder.glob("step-????????"))
 
 
+def name_of(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
 def run(options: argparse.Namespace) -> tuple[float, str]:
-    """Train to the end, from wherever the folder is; the final loss, and the digest of the parameters."""
+    """Train from the latest checkpoint to the end. Return the final loss and the parameters' digest."""
     options.folder.mkdir(parents=True, exist_ok=True)
     job = Job(options.program)
     begin = job.resume(options.folder)
@@ -120,7 +122,7 @@ def run(options: argparse.Namespace) -> tuple[float, str]:
     for step in range(begin, options.steps):
         if first and (step, job.rank) == (options.kill_at, options.kill_rank):
             if options.kill_agent:
-                os.kill(os.getppid(), signal.SIGKILL)  # a host that is lost, and not just a worker
+                os.kill(os.getppid(), signal.SIGKILL)  # simulates the loss of a host, not just of a worker
             os.kill(os.getpid(), signal.SIGKILL)
         job.train(step)
         if (step + 1) % options.save_every == 0:
@@ -132,28 +134,28 @@ def run(options: argparse.Namespace) -> tuple[float, str]:
 
 
 def parsed(args: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="where checkpoints are; all ranks must see it"
+        "--folder", type=Path, required=True, help="folder of checkpoints, shared by all ranks"
     )
     parser.add_argument(
-        "--program", default="Int8()", help="such as 'Int8()', 'DiLoCo(period=4)', 'ZeRO(Int8())'"
+        "--program", default="Int8()", help="for example 'Int8()', 'DiLoCo(period=4)' or 'ZeRO(Int8())'"
     )
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
     parser.add_argument(
-        "--kill-at", type=int, default=-1, metavar="STEP", help="lose a worker, the first time only"
+        "--kill-at", type=int, default=-1, metavar="STEP", help="kill a worker, in the first run only"
     )
     parser.add_argument("--kill-rank", type=int, default=0)
     parser.add_argument(
-        "--kill-agent", action="store_true", help="lose its torchrun too, as when a host is lost"
+        "--kill-agent", action="store_true", help="also kill its torchrun, as if the host were lost"
     )
     return parser.parse_args(args)
 
 
 def main() -> None:
-    """Run under torchrun."""
+    """Train as one worker of torchrun."""
     options = parsed()
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,8 +1,8 @@
-"""A program of your own in ten lines, and a picture of how the engine runs it.
+"""A custom program in ten lines, and a timeline of how the engine runs it.
 
     .venv/bin/python examples/timeline.py docs/timeline.svg
 
-Draws one step on two ranks: each row a bucket, each bar a collective on its way.
+The timeline shows one step on two ranks. Each row is a bucket, each bar a collective in flight.
 """
 
 import sys
@@ -20,10 +20,10 @@ from benchmarks.workloads import WORKLOADS
 
 @dataclass(frozen=True)
 class TwoShotMean:
-    """The exact mean by hand: every rank sums its own slice of the bucket, then all share their slices."""
+    """A program for the exact mean. Every rank averages one slice of the bucket, then all share them."""
 
     def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
-        """Two collectives a bucket."""
+        """Average a bucket with two collectives."""
         world_size, length = bucket.world_size, bucket.buffer.numel()
         padded = torch.nn.functional.pad(bucket.buffer, (0, -length % world_size))
         own = yield thinwire.ReduceScatter(padded.view(world_size, -1))
@@ -32,7 +32,7 @@ class TwoShotMean:
 
 
 def one_step(rank: int, world_size: int) -> list[thinwire.StepRecord]:
-    """The record of the tenth step, of all ranks."""
+    """Train ten steps, and return every rank's record of the last one."""
     work = WORKLOADS["gpt"]
     ddp = DDP(work.model(), bucket_cap_mb=4)
     wire = thinwire.attach(ddp, TwoShotMean())
@@ -55,7 +55,7 @@ LEFT, TOP, ROW, WIDTH = 76, 76, 22, 760
 
 
 def draw(records: list[thinwire.StepRecord]) -> str:
-    """The picture, as SVG."""
+    """Draw the timeline as SVG."""
     buckets = 1 + max(op.bucket for op in records[0].ops)
     panel = ROW * buckets + 44
     spans = [max(op.ended or op.issued for op in r.ops) - r.ops[0].issued for r in records]
@@ -85,7 +85,7 @@ def draw(records: list[thinwire.StepRecord]) -> str:
         '<rect class="stage0" x="10" y="30" width="12" height="12" rx="3"/>'
         '<text class="small" x="27" y="40">first collective of a bucket</text>'
         '<rect class="stage1" x="180" y="30" width="12" height="12" rx="3"/>'
-        '<text class="small" x="197" y="40">second, issued while younger buckets are under way</text>'
+        '<text class="small" x="197" y="40">second, issued while later buckets are in flight</text>'
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
@@ -95,7 +95,7 @@ def draw(records: list[thinwire.StepRecord]) -> str:
 
 
 def main() -> None:
-    """Run two ranks and draw what they did."""
+    """Run two ranks, and write their timeline."""
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "timeline.svg")
     path.write_text(draw(run(one_step, 2)))
     print(f"wrote {path}")

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire import AllGather, AllReduce, AllToAll, Bucket, Memory, Outcome, Steps
+from thinwire.engine.process_group import torch_version
+
+COMPLEX = torch.complex64 if torch_version() >= (2, 9) else torch.float32
+"""The dtype of complex parameters; real for torch 2.6, whose DDP cannot broadcast complex ones by Gloo."""
 
 
 def mlp(width: int = 24, layers: int = 6, seed: int = 0) -> nn.Sequential:

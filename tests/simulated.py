@@ -1,10 +1,12 @@
 """Helpers of the tests that run programs on simulated ranks."""
 
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
 
 from thinwire import Bucket, Memory, Outcome, Program, Steps
+from thinwire.engine.ops import Collective
 from thinwire.testing import SimulatedRanks
-from thinwire.wire.ops import Collective
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -12,6 +14,13 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def sent_by(program: Program, world: int, length: int) -> int:
+    """Bytes that rank 0 sends in a step."""
+    return bytes_of(program, world, {"p": (length,)})
+
+
+def bytes_of(
+    program: Program, world: int, shapes: Mapping[str, Sequence[int]], exact: Collection[str] = ()
+) -> int:
     """Bytes that rank 0 sends in a step."""
     total = 0
 
@@ -28,5 +37,6 @@ def sent_by(program: Program, world: int, length: int) -> int:
                 total += op.bytes_sent(*op.place(0, world))
             received = yield op
 
-    SimulatedRanks(counted, {"p": (length,)}, world).step(list(normal(0, world, length)))
+    length = sum(torch.Size(shape).numel() for shape in shapes.values())
+    SimulatedRanks(counted, shapes, world, exact).step(list(normal(0, world, length)))
     return total

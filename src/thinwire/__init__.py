@@ -5,12 +5,13 @@ Example::
     wire = thinwire.attach(ddp, thinwire.BF16())
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from thinwire import _torch as _torch
 from thinwire.attach import attach
-from thinwire.averaging.diloco import DiLoCo
-from thinwire.averaging.hierarchical import Hierarchical
-from thinwire.averaging.local_sgd import LocalSGD
-from thinwire.averaging.policy import Averaging
-from thinwire.checkpoint import PerRank, read_states
+from thinwire.checkpoint.dcp import PerRank, read_states
+from thinwire.checkpoint.optimizer_state import merged as merge_optimizer_states
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import BlockCodec, Codec
 from thinwire.codecs.float8 import Float8
@@ -18,6 +19,19 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.codecs.randomk import RandomEntries
 from thinwire.codecs.sign import SignBits
 from thinwire.codecs.topk import LargestEntries
+from thinwire.codecs.two_magnitudes import TwoMagnitudes
+from thinwire.engine.meter import Stats, StepRecord
+from thinwire.engine.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Broadcast,
+    Exchange,
+    Reduce,
+    ReduceScatter,
+    Steps,
+)
 from thinwire.errors import (
     AttachError,
     AuditError,
@@ -32,36 +46,33 @@ from thinwire.errors import (
     UnavailableError,
     WireError,
 )
-from thinwire.handle import Wire
+from thinwire.gathered_state import GatheredState
+from thinwire.monitors.audit import AuditRecord, ParameterAudit
+from thinwire.plan.auto import Auto
+from thinwire.programs.across_nodes import AcrossNodes
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
-from thinwire.programs.audit import AuditRecord, ParameterAudit
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
 from thinwire.programs.memory import Memory
-from thinwire.programs.nodes import AcrossNodes
 from thinwire.programs.partition import Partition
 from thinwire.programs.powersgd import PowerSGD
-from thinwire.programs.presets import FP8, Int4, Int8, RandomK, Sign, TopK
+from thinwire.programs.presets import FP8, Int2, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.programs.rules import Size
+from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
-from thinwire.schedules import Schedule
-from thinwire.sharding.state import merged as merge_optimizer_states
-from thinwire.sharding.zero import ZeRO
+from thinwire.saving import load_checkpoint, save_checkpoint
+from thinwire.strategies.averaging.diloco import DiLoCo
+from thinwire.strategies.averaging.hierarchical import Hierarchical
+from thinwire.strategies.averaging.local_sgd import LocalSGD
+from thinwire.strategies.averaging.policy import Averaging
+from thinwire.strategies.averaging.sparse_loco import SparseLoCo
+from thinwire.strategies.schedule import Schedule
+from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
+from thinwire.strategies.zero.zero import ZeRO
 from thinwire.version import __version__
-from thinwire.wire.meter import Stats, StepRecord
-from thinwire.wire.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Await,
-    Broadcast,
-    Exchange,
-    Reduce,
-    ReduceScatter,
-    Steps,
-)
+from thinwire.wire import Wire
 
 __all__ = [
     "BF16",
@@ -74,6 +85,7 @@ __all__ = [
     "AttachError",
     "AuditError",
     "AuditRecord",
+    "Auto",
     "Averaging",
     "Await",
     "BlockCodec",
@@ -81,6 +93,8 @@ __all__ = [
     "Bucket",
     "Cast",
     "Codec",
+    "Configuration",
+    "Context",
     "DiLoCo",
     "DivergedError",
     "DriftError",
@@ -89,7 +103,9 @@ __all__ = [
     "Exchange",
     "Float8",
     "Gathered",
+    "GatheredState",
     "Hierarchical",
+    "Int2",
     "Int4",
     "Int8",
     "LabError",
@@ -115,12 +131,17 @@ __all__ = [
     "Sign",
     "SignBits",
     "Size",
+    "SparseLoCo",
+    "SparseMean",
     "StateError",
     "Stats",
     "StepRecord",
     "Steps",
+    "Strategy",
+    "Target",
     "ThinwireError",
     "TopK",
+    "TwoMagnitudes",
     "TwoShot",
     "UnavailableError",
     "Warmup",
@@ -129,6 +150,29 @@ __all__ = [
     "ZeRO",
     "__version__",
     "attach",
+    "load_checkpoint",
     "merge_optimizer_states",
     "read_states",
+    "save_checkpoint",
 ]
+
+_SUBPACKAGES = ("ddp_comm_hooks", "fsdp", "integrations", "model_averaging", "optim", "telemetry", "testing")
+
+if TYPE_CHECKING:  # a checker that saw __getattr__ would take any misspelt name for a module
+    from thinwire import ddp_comm_hooks as ddp_comm_hooks
+    from thinwire import fsdp as fsdp
+    from thinwire import integrations as integrations
+    from thinwire import model_averaging as model_averaging
+    from thinwire import optim as optim
+    from thinwire import telemetry as telemetry
+    from thinwire import testing as testing
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import a public subpackage on its first use, so that `import thinwire` stays cheap."""
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*__all__, *_SUBPACKAGES})

@@ -1,42 +1,54 @@
-"""One line decides what a DDP model's ranks exchange: `wire = attach(ddp, BF16())`."""
+"""The entry point, which sets up what a model's ranks exchange: `wire = attach(ddp, BF16())`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Literal
 
-from torch.amp import GradScaler
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.averaging.policy import Averaging
-from thinwire.bridge import Bridge, parameters_of
-from thinwire.checks import (
-    check_at_least,
-    check_audits,
-    check_program,
-    check_rules,
-    check_scaler,
-    check_skipping,
-    optimizers_of,
-    time_limit_of,
-)
-from thinwire.errors import AttachError, ThinwireError
-from thinwire.handle import Wire, thinwire_hook
-from thinwire.programs.auditor import Auditor, OnExcess, check_audit
+from thinwire.amp.loss_scale import ScalerOption, Scales
+from thinwire.amp.skip_overflows import skip_overflows
+from thinwire.ddp.internals import comm_hooks, uses_python_reducer
+from thinwire.ddp.model import Model, remove_handles
+from thinwire.ddp.reducer import Reducer, refuse_python_reducer
+from thinwire.ddp.unwrap import ddp_of, find_ddp, is_wrapper
+from thinwire.engine.agreement import SetUp, decline, set_up_of
+from thinwire.engine.meter import Meter
+from thinwire.engine.rendezvous import Meeting
+from thinwire.errors import AttachError, OptionError, ThinwireError
+from thinwire.fsdp.internals import is_sharded
+from thinwire.fsdp.model import ShardedModel
+from thinwire.fsdp.reducer import ShardReducer
+from thinwire.monitors.auditor import Auditor, OnExcess
+from thinwire.options import Options, optimizers_of, time_limit_of
+from thinwire.plan.auto import Auto
+from thinwire.programs.memory import Memory
+from thinwire.programs.naming import described
 from thinwire.programs.rules import Rules, checked_rules
-from thinwire.scalers import Scales
-from thinwire.schedules import Runs, Schedule, stages_of
-from thinwire.set_ups import decline, set_up_of
-from thinwire.sharding.zero import ZeRO
-from thinwire.skipping import skip
-from thinwire.wire.agree import Meeting
-from thinwire.wire.meter import Meter
+from thinwire.replicas.group import replica_group
+from thinwire.replicas.model import ReplicaModel
+from thinwire.replicas.reducer import ReplicaReducer
+from thinwire.strategies.attached import AttachedModel, AttachedReducer
+from thinwire.strategies.averaging.start import start_equal
+from thinwire.strategies.loading import check_loaded_states
+from thinwire.strategies.runner import Runner, run_group, thinwire_hook
+from thinwire.strategies.schedule import Plan, Schedule, Stage
+from thinwire.strategies.strategy import Context
+from thinwire.wire import Wire
 
 
 def attach(
-    ddp: DistributedDataParallel,
-    program: Runs | Schedule,
+    model: nn.Module,
+    program: Stage | Schedule | Literal["auto"],
     *,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
     rules: Rules = (),
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
@@ -45,44 +57,61 @@ def attach(
     max_error: float | None = None,
     on_excess: OnExcess = "warn",
     skip_overflows: bool = False,
-    scaler: GradScaler | None = None,
+    scaler: ScalerOption = "auto",
     history: int = 1000,
 ) -> Wire:
-    """Average `ddp`'s gradients by `program` from now on; or its models, every so many steps.
+    """Exchange a model's gradients, or its parameters, with `program` from now on.
 
-    Every rank of the model's process group must call it, at the same point: ranks compare versions,
-    program, options and parameters, and a difference raises on all of them.
+    Every rank of the model's process group must call it, at the same point. Ranks compare versions, program,
+    options and parameters, and a difference raises on all of them.
 
     Args:
-        ddp: A DistributedDataParallel model that has no communication hook yet.
-        program: What to do with each bucket, such as `Exact()` or `BF16()`; or when to average models
-            instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`; or a `Schedule` of these.
-        rules: Other programs for some parameters, as `[("embed.*", BF16()), (Size(below=4096), Exact())]`;
-            the first that fits holds. Tensors of at most one dimension go by `Exact()` unless a rule says
-            otherwise. `wire.explain()` shows what follows.
-        optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it: they
-            average after its steps.
-        timeout: Seconds (or a timedelta) that a collective may take before it is an error on this rank.
-            Default: the time limit of the model's process group. Choose it well above the longest pause
-            of any rank within a step.
-        check_every: Every so many steps, compare a fingerprint of all parameters across ranks, and raise
-            `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes
-            per parameter tensor and rank. Where models are averaged: every so many averages among all ranks.
-            0: never.
-        audit_every: Every so many steps, compare the compressed mean with the exact one, which that step
-            exchanges on top; `wire.audits()` keeps the errors by parameter. 0: never.
-        max_error: The relative error that an audit lets pass for every parameter. 0.5: half of the exact
-            mean. With error feedback more is no loss by itself, see `AuditRecord`.
-        on_excess: What follows from a larger one, on all ranks: `"warn"` in the log, `"raise"` an
-            `AuditError`, or a program to go on with, such as `Exact()`.
-        skip_overflows: Without a GradScaler: have the optimizer leave out a step whose gradients are infinite
-            or NaN on any rank. (A GradScaler does that by itself.)
-        scaler: The GradScaler that scales this model's loss. Residuals are kept in its units, so they follow
-            when its scale changes. Needed only where a process has several: a single one is found.
-        history: How many steps `wire.stats()` keeps in full.
+        model: A DistributedDataParallel model that has no communication hook yet. Wrappers around it, of
+            `torch.compile` and of Lightning Fabric, are opened, and so is a module of `replicate`. `LocalSGD`
+            and its like accept a module without DDP, too: each rank trains its own, and all of them start
+            from the parameters and buffers of the first.
+        program: The program that averages each bucket, such as `Exact()` or `BF16()`. Or a configuration that
+            averages models instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`. Or a `Schedule`. Or
+            `"auto"` for `Auto()`, which plans on the real network.
+        replicas: The ranks that hold replicas of a model without DDP, as a process group or a mesh of one
+            dimension. Default: all ranks. A DDP model has a process group of its own.
+        rules: Other programs for some parameters, as `[("embed.*", BF16()), (Size(below=4096), Exact())]`.
+            The first that fits is used. Tensors of at most one dimension use `Exact()` unless a rule fits
+            them. `wire.explain()` shows the result.
+        optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it,
+            because they average after its steps.
+        timeout: Seconds (or a timedelta) that this rank waits for the others, in a collective or at the
+            store, before it raises `WireError`. The job must then be restarted. A rank that evaluates, saves
+            a checkpoint or loads data keeps the others waiting in backward, so choose it well above the
+            longest such pause. Default: the time limit of the model's process group, 30 minutes with Gloo.
+        check_every: Compare a fingerprint of all parameters across ranks every `check_every` steps, and raise
+            `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes per
+            parameter tensor and rank. With averaged models, it counts averages among all ranks instead of
+            steps. 0: never.
+        audit_every: Compare the compressed mean with the exact one every `audit_every` steps. That step sends
+            the exact mean in addition. `wire.audits()` keeps the errors by parameter. 0: never.
+        max_error: The largest relative error that an audit accepts for any parameter. 0.5 is half of the
+            exact mean. With error feedback a larger error need not mean a loss, see `AuditRecord`.
+        on_excess: What to do on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
+            `AuditError`, or a program to continue with, such as `Exact()`.
+        skip_overflows: Whether the optimizer skips a step whose gradients are non-finite on any rank, where
+            no GradScaler is used. (A GradScaler skips such steps itself.)
+        scaler: The GradScaler that scales this model's loss, or None if none does. Residuals are rescaled
+            when its scale changes. `"auto"` takes the one whose `step` calls that of an optimizer of this
+            model's parameters. Before the first such step, `"auto"` takes the only one in use in the process.
+            If there are several, loaded residuals keep the scale that they were saved with.
+        history: The number of steps that `wire.stats()` keeps in full.
 
     Returns:
-        The wire. Keep it for `stats`, `swap` and `state_dict`; dropping it changes nothing.
+        The wire. Keep it for `stats`, `swap` and `state_dict`. Dropping it changes nothing.
+
+    Raises:
+        AttachError: There is no DistributedDataParallel model in `model`, or it has a communication hook.
+        OptionError: An option is not valid, or does not fit the model or the program.
+        UnavailableError: DDP does not end backward itself, or has no buckets (`python_reducer`).
+        StateError: An optimizer was loaded with one rank's part of a state that was saved under `ZeRO`.
+        MismatchError: Ranks differ, or another rank raised. Raised on every other rank.
+        WireError: A rank did not call it in time.
 
     Example::
 
@@ -90,7 +119,7 @@ def attach(
         ...  # train as before
         print(wire.stats())
     """
-    options = _Options(
+    options = Options(
         rules=rules,
         optimizer=optimizer,
         timeout=timeout,
@@ -102,98 +131,146 @@ def attach(
         scaler=scaler,
         history=history,
     )
-    return _attach(ddp, program, options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What was asked for, and what all ranks must have asked for alike."""
-
-    rules: Rules
-    optimizer: Optimizer | Sequence[Optimizer] | None
-    timeout: timedelta | float | None
-    check_every: int
-    audit_every: int
-    max_error: float | None
-    on_excess: OnExcess
-    skip_overflows: bool
-    scaler: GradScaler | None
-    history: int
-
-    def check(self, ddp: DistributedDataParallel, program: Runs | Schedule) -> None:
-        """Refuse what does not fit, before anything is changed or sent."""
-        _check_hooks(ddp)
-        optimizers = optimizers_of(self.optimizer, ddp)
-        check_rules(checked_rules(self.rules), ddp)
-        for stage in stages_of(program):
-            check_program(stage, ddp, optimizers)
-            check_audits(stage, self.audit_every)
-        check_skipping(self.skip_overflows, optimizers)
-        check_at_least("check_every", self.check_every, 0, "0 never compares the replicas")
-        check_at_least("history", self.history, 1, "stats() shows the latest steps")
-        check_audit(self.audit_every, self.max_error, self.on_excess)
-        if not isinstance(self.on_excess, str):
-            check_program(self.on_excess, ddp, optimizers)
-        time_limit_of(self.timeout)
-        check_scaler(self.scaler)
-
-    def shared(self) -> dict[str, object]:
-        """What must be equal on all ranks."""
-        audits = (self.audit_every, self.max_error, self.on_excess)
-        return {"check_every": self.check_every, "rules": checked_rules(self.rules), "audits": audits}
-
-
-def _attach(ddp: DistributedDataParallel, program: Runs | Schedule, options: _Options) -> Wire:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise AttachError(
-            f"attach needs a DistributedDataParallel model, not a {type(ddp).__name__}: wrap it with"
-            " torch.nn.parallel.DistributedDataParallel(model) first"
+    plan = Plan(Auto() if program == "auto" else program)
+    ddp = find_ddp(model)
+    if ddp is None and any(map(is_sharded, model.modules() if isinstance(model, nn.Module) else ())):
+        return _attach_sharded(_sharded_model(model, replicas), plan, options)
+    if ddp is None and not is_wrapper(model) and all(stage.trains_locally for stage in plan.stages):
+        return _attach_replica(ReplicaModel(model, replica_group(replicas)), plan, options)
+    if replicas is not None:
+        raise OptionError(
+            f"replicas={replicas!r} is for models without DDP: a DistributedDataParallel model has a process"
+            " group of its own, and gradient programs need one; give it as process_group to DDP"
         )
-    try:
-        options.check(ddp, program)
-    except ThinwireError as error:
-        decline(str(error), Meeting(ddp.process_group))
-        raise
-    optimizers = optimizers_of(options.optimizer, ddp)
-    bridge = Bridge(
+    return _attach_ddp(ddp_of(model), plan, options)
+
+
+def _attach_ddp(ddp: DistributedDataParallel, plan: Plan, options: Options) -> Wire:
+    model = Model(ddp)
+    with _validating(model, options):
+        _check_hooks(ddp)
+        model.check_finalization()
+        options.validate(model, plan)
+    reducer = Reducer(
         ddp,
         ddp.process_group,
-        set_up_of(parameters_of(ddp), program, **options.shared(), **_frozen(program, ddp)),
+        _set_up(model, plan, options),
         limit=time_limit_of(options.timeout),
-        meter=Meter(options.history),
+        meter=Meter(options.history, model.ddp_bytes()),
         resumes=True,
         scales=Scales(options.scaler),
     )
-    auditor = Auditor(options.audit_every, options.max_error, options.on_excess, options.history)
-    wire = None
+    return _start(reducer, plan, options, lambda runner: _register(runner, ddp))
+
+
+def _attach_replica(model: ReplicaModel, plan: Plan, options: Options) -> Wire:
+    with _validating(model, options):
+        options.validate(model, plan)
+    reducer = ReplicaReducer(
+        model,
+        _set_up(model, plan, options),
+        limit=time_limit_of(options.timeout),
+        meter=Meter(options.history, model.ddp_bytes()),
+        scales=Scales(options.scaler),
+    )
+    return _start(reducer, plan, options, lambda runner: start_equal(model))
+
+
+def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
+    if replicas is None:
+        raise OptionError(
+            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: give the ranks that hold"
+            " the same shard of the other replicas, as attach(model, program, replicas=mesh['replicate']),"
+            " with a mesh of dimensions 'replicate' and 'shard'"
+        )
+    return ShardedModel(model, replica_group(replicas))
+
+
+def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
+    with _validating(model, options):
+        model.check_no_hooks()
+        options.validate(model, plan)
+    common = set_up_of({}, described(plan.given), **options.shared(model, plan))
+    reducer = ShardReducer(
+        model,
+        {**_set_up(model, plan, options), "shard": str(model.shard_key)},
+        common,
+        limit=time_limit_of(options.timeout),
+        meter=Meter(options.history, model.ddp_bytes()),
+        scales=Scales(options.scaler),
+    )
+
+    def register(runner: Runner) -> None:
+        start_equal(model)
+        reducer.register(partial(run_group, runner, reducer))
+
+    return _start(reducer, plan, options, register)
+
+
+@contextlib.contextmanager
+def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
+    """Tell the other ranks of an error on this one, so that they raise at once instead of waiting."""
     try:
-        rules = checked_rules(options.rules)
-        wire = Wire(bridge, program, ddp, optimizers, options.check_every, rules, auditor)
-        if options.skip_overflows:
-            skip(optimizers, bridge, ddp)
-        ddp.register_comm_hook(wire, thinwire_hook)
-    except BaseException as error:
-        if wire is not None:
-            wire._close()
-        bridge.engine.close()
-        if wire is not None and isinstance(error, RuntimeError):
-            raise AttachError(f"DDP did not accept the hook: {error}") from error
+        yield
+    except ThinwireError as error:
+        decline(str(error), Meeting(model.group, options.limit_if_valid()))
         raise
-    return wire
 
 
-def _frozen(program: Runs | Schedule, ddp: DistributedDataParallel) -> dict[str, object]:
-    """Parameters that do not train do not travel, so all ranks must have the same ones."""
-    frozen = [name for name, one in parameters_of(ddp).items() if not one.requires_grad]
-    averages = any(isinstance(stage, Averaging | ZeRO) for stage in stages_of(program))
-    return {"frozen": frozen} if averages else {}
+def _set_up(model: AttachedModel, plan: Plan, options: Options) -> SetUp:
+    """Return what must be equal on all ranks."""
+    return set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
+
+
+def _start(
+    reducer: AttachedReducer, plan: Plan, options: Options, register: Callable[[Runner], None]
+) -> Wire:
+    """Start the strategy, then register the hooks that call it."""
+    model, runner = reducer.model, None
+    try:
+        optimizers = optimizers_of(options.optimizer, model.parameters())
+        runner = Runner(_context(reducer, options, optimizers), plan)
+        runner.start()
+        model.on_gone(remove_handles, check_loaded_states(runner))
+        if options.skip_overflows:
+            steps = reducer.steps
+            model.on_gone(remove_handles, skip_overflows(optimizers, lambda: steps.overflowed))
+        register(runner)
+    except BaseException:
+        if runner is not None:
+            runner.close()
+        reducer.engine.close()
+        raise
+    return Wire(runner)
+
+
+def _context(reducer: AttachedReducer, options: Options, optimizers: Sequence[Optimizer]) -> Context:
+    references = [weakref.ref(one) for one in optimizers]
+    return Context(
+        reducer=reducer,
+        memory=Memory(),
+        rules=checked_rules(options.rules),
+        auditor=Auditor(options.audit_every, options.max_error, options.on_excess, options.history),
+        check_every=options.check_every,
+        optimizers=lambda: [one for reference in references if (one := reference()) is not None],
+        scaler=options.scaler,
+    )
+
+
+def _register(runner: Runner, ddp: DistributedDataParallel) -> None:
+    try:
+        ddp.register_comm_hook(runner, thinwire_hook)
+    except RuntimeError as error:
+        raise AttachError(f"DDP did not accept the hook: {error}") from error
 
 
 def _check_hooks(ddp: DistributedDataParallel) -> None:
-    for hook, _ in ddp._comm_hooks:
+    if uses_python_reducer(ddp):
+        refuse_python_reducer("torch._dynamo.config.optimize_ddp was 'python_reducer' when DDP was made")
+    for hook in comm_hooks(ddp):
         if hook is thinwire_hook:
             raise AttachError("this model has a wire already: use wire.swap(program) to change it")
         raise AttachError(
-            f"this model has the communication hook {hook.__qualname__!r} already, and DDP keeps one for"
-            " life: wrap the module in a new DistributedDataParallel"
+            f"this model has the communication hook {hook.__qualname__!r} already, and DDP"
+            " accepts only one: wrap the module in a new DistributedDataParallel"
         )

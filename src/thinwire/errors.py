@@ -1,4 +1,4 @@
-"""Everything thinwire raises.
+"""The exceptions that thinwire raises.
 
 ThinwireError
 ├── OptionError       a value that an option cannot take          (also a ValueError)
@@ -11,9 +11,9 @@ ThinwireError
 ├── WireError         a collective that failed or took too long   (also a RuntimeError)
 ├── StateError        a state_dict that does not fit              (also a ValueError)
 ├── LabError          an emulated network that failed             (also a RuntimeError)
-└── UnavailableError  something thinwire does not offer here      (also a RuntimeError)
+└── UnavailableError  a feature that is not available here        (also a RuntimeError)
 
-Each message shows the value, the cause and the way out.
+Each message contains the value, the cause and a way to fix it.
 """
 
 
@@ -22,44 +22,44 @@ class ThinwireError(Exception):
 
 
 class OptionError(ThinwireError, ValueError):
-    """An option was given a value it cannot take."""
+    """A value that an option cannot take."""
 
 
 class AttachError(ThinwireError, RuntimeError):
-    """The model cannot be attached; nothing was changed."""
+    """A model that cannot be attached. The model is unchanged."""
 
 
 class ProgramError(ThinwireError, RuntimeError):
-    """A program yielded, returned or raised something the wire cannot carry."""
+    """A program that yielded, returned or raised something that the wire cannot carry."""
 
 
 class MismatchError(ThinwireError, RuntimeError):
-    """Ranks disagree about program, versions or parameters; raised on every rank."""
+    """Ranks with different programs, versions or parameters. Raised on every rank."""
 
 
 class DriftError(ThinwireError, RuntimeError):
-    """A parameter is no longer bit-identical on all ranks; raised on every rank."""
+    """A parameter that is no longer bit-identical on all ranks. Raised on every rank."""
 
 
 class DivergedError(ThinwireError, RuntimeError):
-    """The average of the ranks' models is infinite or NaN; raised on every rank, nothing was changed."""
+    """A non-finite average of the ranks' models. Raised on every rank. The models are unchanged."""
 
 
 class AuditError(ThinwireError, RuntimeError):
-    """An audit found a compressed mean farther from the exact one than allowed; raised on every rank."""
+    """A compressed mean that is farther from the exact one than allowed. Raised on every rank."""
 
 
 class WireError(ThinwireError, RuntimeError):
-    """A collective failed or exceeded its time limit: a peer died, stalled or went another way."""
+    """A collective that failed or timed out, because a rank died, stalled or ran different code."""
 
 
 class StateError(ThinwireError, ValueError):
-    """A state_dict does not fit; the running state was left as it is."""
+    """A state_dict that does not fit. The running state is unchanged."""
 
 
 class LabError(ThinwireError, RuntimeError):
-    """An emulated network could not be built, or what ran on it failed."""
+    """An emulated network that could not be built, or a command that failed on it."""
 
 
 class UnavailableError(ThinwireError, RuntimeError):
-    """Asked for something that thinwire does not offer, or not in this set-up."""
+    """A feature that thinwire does not offer, or not in this set-up."""

@@ -62,6 +62,21 @@ def test_every_plot_is_drawn_and_nothing_is_logged(
     page.close()
 
 
+def test_a_table_of_real_names_fits_a_laptop(browser: Browser, tmp_path: Path) -> None:
+    shown, path = results(), tmp_path / "report.html"
+    for name, kind in (
+        ("PowerSGD(rank=4,factor_dtype='bf16')", "thinwire"),
+        ("torch powerSGD_hook rank 4, one bucket", "torch"),
+    ):
+        shown.cells[0].tracks.append(track(name, kind, 12.345))
+    path.write_text(render(shown), encoding="utf-8")
+    page, _ = opened(browser, path, width=1280)
+    hidden = "[...document.querySelectorAll('.scroll')].map(one => one.scrollWidth - one.clientWidth)"
+    assert page.evaluate(hidden) == [0] * 12
+    assert page.evaluate("document.body.scrollWidth") <= 1280
+    page.close()
+
+
 def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Path) -> None:
     page, _ = opened(browser, page_path)
     drawn = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.data)")
@@ -75,6 +90,7 @@ def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Pa
         "encoding and other overhead",
         "waiting for the network",
         "floor",
+        "link floor",
     ]
     page.close()
 
@@ -93,6 +109,7 @@ def test_advice_command_and_failure_can_be_read(browser: Browser, page_path: Pat
     assert len(advice) == 4
     assert "use BF16" in advice[0]
     assert "host 3 died" in advice[3]
+    assert "wire = thinwire.attach(ddp, thinwire.BF16())" in advice[0]
     assert page.locator("pre").inner_text() == "thinwire bench --links 10mbit,100mbit,1gbit"
     page.close()
 

@@ -131,6 +131,9 @@ def both(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tens
     if world_size == 4:
         cases["three levels"] = (hierarchical, {2: 1, 4: 2, 8: 4})
         cases["levels"] = (levels_of, {2: 1, 4: 2, 8: 4})
+        cases["levels of one size"] = (levels_of, {2: 2, 4: 4, 8: 4})
+        cases["inner levels of one size"] = (levels_of, {2: 2, 4: 2, 8: 4})
+        cases["three levels, two of one size"] = (hierarchical, {2: 2, 4: 4, 8: 4})
     return {
         name: (case(OURS, rank, *options), case(TORCHS, rank, *options))
         for name, (case, *options) in cases.items()

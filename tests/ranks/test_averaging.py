@@ -14,7 +14,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 from thinwire import DiLoCo, Exact, Hierarchical, Int4, Int8, LocalSGD
-from thinwire.averaging.policy import Averaging
+from thinwire.strategies.averaging.policy import Averaging
 
 PLAIN = partial(torch.optim.SGD, lr=1.0)
 STEPS = 13
@@ -91,8 +91,10 @@ def hierarchical(world_size: int, levels: dict[int, int]) -> torch.Tensor:
     return reference.flat().mean(0)
 
 
-def diloco(world_size: int, period: int, overlap: int = 0, mixing: float = 0.0) -> torch.Tensor:
-    """One fragment, and SGD with lr 0.7 and Nesterov momentum 0.9 as the outer optimizer."""
+def diloco(
+    world_size: int, period: int, rate: float = 0.8, kept: float = 0.5, overlap: int = 0, mixing: float = 0.0
+) -> torch.Tensor:
+    """One fragment, and SGD with Nesterov momentum as the outer optimizer, by default that of few ranks."""
     reference = Reference(world_size)
     anchor, momentum = reference.flat()[0], torch.zeros_like(reference.flat()[0])
     under_way: dict[int, torch.Tensor] = {}
@@ -102,8 +104,8 @@ def diloco(world_size: int, period: int, overlap: int = 0, mixing: float = 0.0) 
             under_way[step + overlap] = anchor - reference.flat().mean(0)
         last = [under_way.pop(due) for due in list(under_way) if due == step or step == STEPS]
         for gradient in last:
-            momentum = 0.9 * momentum + gradient
-            anchor = anchor - 0.7 * (gradient + 0.9 * momentum)
+            momentum = kept * momentum + gradient
+            anchor = anchor - rate * (gradient + kept * momentum)
             for rank, own in enumerate(reference.flat()):
                 reference.put(rank, mixing * own + (1 - mixing) * anchor)
     return reference.flat().mean(0)
@@ -116,7 +118,8 @@ def finals(rank: int, world_size: int, policies: list[Averaging]) -> list[torch.
         wire.finalize()
         before = wire.stats().bytes_sent
         wire.finalize()
-        assert wire.stats().bytes_sent == before, "ranks that hold one model need not exchange it"
+        compared = wire.stats().bytes_sent - before
+        assert compared <= 8 * world_size, "ranks that hold one model compare their steps, no more"
         results.append(flat_parameters(ddp.module))
     return results
 
@@ -124,12 +127,15 @@ def finals(rank: int, world_size: int, policies: list[Averaging]) -> list[torch.
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_models_are_what_a_plain_computation_gives(world_size: int) -> None:
     two = min(2, world_size)
+    papers = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    rate, kept = 0.8, 1 - 1 / max(2, world_size**0.5)
     expected: list[tuple[Averaging, torch.Tensor]] = [
         (LocalSGD(4), local_sgd(world_size, 4)),
         (LocalSGD(3, warmup_steps=4, within=two), local_sgd(world_size, 3, 4, two)),
         (Hierarchical({2: two, 6: None}), hierarchical(world_size, {2: two, 6: world_size})),
-        (DiLoCo(4), diloco(world_size, 4)),
-        (DiLoCo(4, overlap=2, mixing=0.25), diloco(world_size, 4, overlap=2, mixing=0.25)),
+        (DiLoCo(4), diloco(world_size, 4, rate, kept)),
+        (DiLoCo(4, outer=papers), diloco(world_size, 4, 0.7, 0.9)),
+        (DiLoCo(4, overlap=2, mixing=0.25), diloco(world_size, 4, rate, kept, overlap=2, mixing=0.25)),
     ]
     results = run_ranks(finals, world_size, [policy for policy, _ in expected])
     for index, (policy, reference) in enumerate(expected):
@@ -194,12 +200,15 @@ def bytes_of(rank: int, world_size: int) -> list[int]:
 def test_bytes_fall_by_the_period_and_by_the_codec() -> None:
     exact, local, post_local, diloco_exact, int8, int4, levels = run_ranks(bytes_of, 4)[0]
     step = exact // 16
-    assert local == diloco_exact == 4 * step
-    assert post_local == (4 + 3) * step
-    assert 0.25 < int8 / diloco_exact < 0.4
-    assert 0.125 < int4 / diloco_exact < 0.32, "scales, and biases as they are, weigh in so small a model"
+    header = 8 * 3  # which exchange it is, to three ranks
+    assert local == diloco_exact == 4 * (step + header)
+    assert post_local == 4 * step + 3 * (step + header)
+    diloco_exact, int8, int4 = diloco_exact - 4 * header, int8 - 4 * header, int4 - 8 * header
+    # Biases as they are, and whole blocks for every parameter, weigh in so small a model.
+    assert 0.25 < int8 / diloco_exact < 0.45
+    assert 0.125 < int4 / diloco_exact < 0.5
     # Two of four ranks send 2/3 of what each of four does, six times; all of them, twice.
-    assert levels == 6 * (step * 2 // 3) + 2 * step
+    assert levels == 6 * (step * 2 // 3 + 8) + 2 * (step + header)
 
 
 def odd_groups(rank: int, world_size: int) -> list[torch.Tensor]:

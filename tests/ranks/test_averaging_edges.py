@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp, own
+from tests.models import COMPLEX, batch, flat_parameters, mlp, own
 from thinwire import DiLoCo, Exact, Int4, Int8, LocalSGD
-from thinwire.averaging.saved import cloned
+from thinwire.checkpoint.trees import copied
+from thinwire.engine.pack import real_numbers
 
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -60,7 +61,7 @@ def closures(rank: int) -> None:
         ddp, optimizer, wire = attached(policy, lbfgs)
         train(ddp, optimizer, 0, 5)
         saved = [ddp.module.state_dict(), optimizer.state_dict(), wire.state_dict()]
-        saved = [cloned(one) for one in saved]
+        saved = [copied(one) for one in saved]
         train(ddp, optimizer, 5, 8)
         wire.finalize()
         expected = flat_parameters(ddp.module)
@@ -141,13 +142,13 @@ def interrupted(rank: int) -> None:
     ddp, optimizer, wire = attached(DiLoCo(2))
     step(ddp, optimizer, rank, 0)
     if rank == 1:
-        settle = wire._averager._engine.settle
+        settle = wire._runner.strategy._peers.engine.settle
 
         def interrupt(which: Any = None) -> None:
-            wire._averager._engine.settle = settle
+            wire._runner.strategy._peers.engine.settle = settle
             raise KeyboardInterrupt
 
-        wire._averager._engine.settle = interrupt
+        wire._runner.strategy._peers.engine.settle = interrupt
         with pytest.raises(KeyboardInterrupt):
             step(ddp, optimizer, rank, 1)
         assert len(own(wire.state_dict())["averaging"]["in_flight"]) == 1
@@ -224,7 +225,7 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.bf16 = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
-        self.pairs = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.pairs = nn.Parameter(torch.randn(2, dtype=COMPLEX))
         self.single = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.randn(0))
         self.register_buffer("constant", torch.randn(64))
@@ -248,9 +249,9 @@ def odd_parameters(rank: int) -> None:
             optimizer.step()
         wire.finalize()
         assert torch.equal(ddp.module.constant, constant)
-        both = torch.view_as_real(ddp.module.pairs.detach()).clone()
+        both = real_numbers(ddp.module.pairs).clone()
         dist.broadcast(both, 0)
-        assert torch.equal(torch.view_as_real(ddp.module.pairs.detach()), both)
+        assert torch.equal(real_numbers(ddp.module.pairs), both)
 
 
 def drift(rank: int) -> None:
@@ -259,7 +260,7 @@ def drift(rank: int) -> None:
     for number in range(3):
         step(ddp, optimizer, rank, number)
     if rank == 1:
-        wire._averager._anchors["0.weight"][0, 0] += 1
+        wire._runner.strategy._anchors["0.weight"][0, 0] += 1
     with pytest.raises(thinwire.DriftError, match=r"parameter '0.weight' on rank 1"):
         step(ddp, optimizer, rank, 3)
 
@@ -299,3 +300,32 @@ def ruled(rank: int, world_size: int) -> None:
 
 def test_rules_hold_for_models_and_not_for_the_last_mean() -> None:
     run_ranks(ruled, 2)
+
+
+UNEVEN: list[tuple[Any, list[int], str]] = [
+    (DiLoCo(4), [8, 6], "rank 0 averaging fragment 0 after step 8; rank 1 bringing models together"),
+    (DiLoCo(4, program=Int4()), [6, 8], "rank 1 averaging fragment 0 after step 8"),
+    (DiLoCo(2, overlap=1), [4, 5], "rank 1 bringing models together (finalize or swap) after step 5"),
+    (LocalSGD(4), [7, 6], "rank 1 bringing models together (finalize or swap) after step 6"),
+    (LocalSGD(4), [8, 9], "rank 0 bringing models together (finalize or swap) after step 8; rank 1"),
+]
+
+
+def uneven(rank: int, world_size: int) -> list[str]:
+    """Ranks with different numbers of batches: what is raised, at the latest by finalize."""
+    said = []
+    for policy, batches, _ in UNEVEN:
+        ddp, optimizer, wire = attached(policy)
+        with pytest.raises(thinwire.MismatchError) as caught:  # noqa: PT012 - by whichever comes first
+            for number in range(batches[rank]):
+                step(ddp, optimizer, rank, number)
+            wire.finalize()
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_with_uneven_batches_are_told_before_models_mix() -> None:
+    one, other = run_ranks(uneven, 2)
+    assert one == other
+    for said, (_, _, expected) in zip(one, UNEVEN, strict=True):
+        assert expected in said

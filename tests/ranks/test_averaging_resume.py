@@ -12,7 +12,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, changed, flat_parameters, own
 from thinwire import DiLoCo, ErrorFeedback, Hierarchical, Int4, LocalSGD, Quantize, TwoShot
-from thinwire.averaging.policy import Averaging
+from thinwire.strategies.averaging.policy import Averaging
 
 FEEDBACK = ErrorFeedback(TwoShot(Quantize(bits=4, block=64)))
 STREAMING = DiLoCo(4, program=FEEDBACK, fragments=2, overlap=3, warmup_steps=2)
@@ -145,7 +145,7 @@ def unfit(rank: int, world_size: int) -> None:
     flight = averaging["in_flight"][0]
     before = flat_parameters(job.ddp.module)
     for broken, said in [
-        (None, "nothing, or something else, under 'averaging'"),
+        (None, "no valid entry 'averaging'"),
         ({**averaging, "step": -1}, "averaging step=-1 must be a whole number"),
         ({**averaging, "apart": 1}, "averaging apart=1 must be True or False"),
         ({**averaging, "outer": None}, "the state has no anchors, but 2 steps since the warm-up"),
@@ -162,7 +162,7 @@ def unfit(rank: int, world_size: int) -> None:
             "anchors or outer optimizer do not fit",
         ),
         ({**averaging, "outer": {**averaging["outer"], "anchors": {}}}, "the state's anchors are not"),
-        ({**averaging, "in_flight": {}}, "must be a list of averages under way"),
+        ({**averaging, "in_flight": {}}, "must be a list of averages in flight"),
         ({**averaging, "in_flight": [{}]}, "must have fragment, due and means"),
         ({**averaging, "in_flight": [{**flight, "fragment": 7}]}, "fragment 7"),
         ({**averaging, "in_flight": [{**flight, "means": {}}]}, "the state's means are not this model's"),

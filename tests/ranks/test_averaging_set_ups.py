@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 from tests.ranks.test_averaging import loss, train
 from thinwire import DiLoCo, Exact, Int4, Int8, LocalSGD
-from thinwire.averaging.policy import Averaging
+from thinwire.strategies.averaging.policy import Averaging, Buffers, OptimizerState
 
 
 class Normed(nn.Module):
@@ -30,7 +30,7 @@ class Normed(nn.Module):
         return result
 
 
-def normed(rank: int, world_size: int, buffers: str) -> tuple[list[torch.Tensor], float, float]:
+def normed(rank: int, world_size: int, buffers: Buffers) -> tuple[list[torch.Tensor], float, float]:
     ddp = DDP(Normed())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     wire = thinwire.attach(ddp, LocalSGD(4, buffers=buffers), optimizer=optimizer)
@@ -90,7 +90,7 @@ def unused(rank: int, world_size: int, policy: Averaging) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("state", ["local", "mean", "reset"])
-def test_ranks_whose_unused_parameters_differ_neither_hang_nor_drift(state: str) -> None:
+def test_ranks_whose_unused_parameters_differ_neither_hang_nor_drift(state: OptimizerState) -> None:
     results = run_ranks(unused, 2, DiLoCo(2, optimizer_state=state, program=Int8()))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], flat_parameters(Branches()))
@@ -228,7 +228,7 @@ def frozen(rank: int, world_size: int) -> None:
     wire = thinwire.attach(ddp, LocalSGD(1), optimizer=optimizer)
     loss(ddp, rank, 0).backward()
     optimizer.step()
-    assert wire.stats().bytes_sent == 4 * (8 * 8 + 8)
+    assert wire.stats().bytes_sent == 4 * (8 * 8 + 8) + 8, "and 8 bytes that say which exchange it is"
 
 
 def documented(rank: int, world_size: int) -> None:
@@ -271,6 +271,18 @@ def closures_and_accumulation(rank: int, world_size: int) -> None:
         loss(ddp, rank, step).backward()
         plain.step()
     assert exchanges(wire) == 4
+
+    for as_view in (False, True):  # without no_sync each micro-batch counts, and the user is told
+        ddp = DDP(mlp(width=8, layers=3), gradient_as_bucket_view=as_view)
+        plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        wire = thinwire.attach(ddp, LocalSGD(4), optimizer=plain)
+        with pytest.warns(UserWarning, match="several backward passes"):  # noqa: PT031
+            for step in range(8):
+                loss(ddp, rank, step).backward()
+                if step % 2:
+                    plain.step()
+                    plain.zero_grad()
+        assert exchanges(wire) == 2
 
 
 def several(rank: int, world_size: int) -> None:

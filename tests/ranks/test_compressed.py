@@ -25,6 +25,7 @@ from thinwire.testing import check_hook
 PROGRAMS: dict[str, tuple[thinwire.Program, float]] = {
     "Int8": (thinwire.Int8(), 0.01),
     "Int4": (thinwire.Int4(), 0.06),
+    "Int2": (thinwire.Int2(), 0.2),
     "FP8": (thinwire.FP8(), 0.04),
     "Sign": (thinwire.Sign(keep=1.0), 0.7),
     "TopK": (thinwire.TopK(0.1), 0.9),

@@ -126,8 +126,8 @@ def test_a_lost_host_leaves_three_that_go_on(tmp_path: Path) -> None:
         conf = f"--rdzv-conf=is_host={int(number == 0)},{waits}"
         agents.append(Agent(tmp_path / f"log {number}", *options, conf, *script, *kill))
     said = said_by(agents, 110)
-    saved = re.search(r"saving step 6 ranks 4 owed (\S+) norm (\S+)", said)
-    found = re.search(r"resumed step 6 ranks 3 owed (\S+) norm (\S+)", said)
+    saved = re.search(r"saving step 6 ranks 4 residual (\S+) norm (\S+)", said)
+    found = re.search(r"resumed step 6 ranks 3 residual (\S+) norm (\S+)", said)
     assert saved, said
     assert found, said
     assert [float(one) for one in saved.groups()] == pytest.approx(list(map(float, found.groups())), rel=1e-5)

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_gradients, mlp
+from tests.models import batch, flat_gradients, flat_parameters, mlp
 from thinwire.ddp_comm_hooks import DDPCommHookType, mixed_precision_hooks, register_ddp_comm_hook
+from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from thinwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from thinwire.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -23,18 +24,20 @@ from thinwire.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from thinwire.optim import ZeroRedundancyOptimizer
 
 TINY_BUCKETS = 0.002
 
 
 def gradient_with(
-    hook: Any, rank: int, state: Any = None, model: nn.Module | None = None, **kw: Any
+    hook: Any, rank: int, state: Any = None, model: nn.Module | None = None, steps: int = 2, **kw: Any
 ) -> torch.Tensor:
-    """The second step's gradient: by then DDP has rebuilt its buckets."""
+    """The last step's gradient: by the second, DDP has rebuilt its buckets."""
     ddp = DDP(model or mlp(), bucket_cap_mb=TINY_BUCKETS, **kw)
     if hook is not None:
         ddp.register_comm_hook(state, hook)
-    for step in range(2):
+    for step in range(steps):
         ddp.zero_grad()
         ddp(batch(rank, step)).square().mean().backward()
     return flat_gradients(ddp.module)
@@ -55,6 +58,89 @@ def on_cpu(rank: int, world_size: int) -> None:
 
 def test_every_hook_runs_on_cpu_over_gloo() -> None:
     run_ranks(on_cpu, 3)
+
+
+def around(hook: Any, derived: bool = False, every: int = 1) -> Any:
+    """A user's hook that waits for ours, at every bucket or at some."""
+
+    def mine(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+        if derived:
+            future = future.then(lambda done: done.wait())
+        if bucket.index() % every == 0:
+            own: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            own.set_result(future.wait())
+            return own
+        return future
+
+    return mine
+
+
+def powersgd_state() -> PowerSGDState:
+    return PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+def waiting(rank: int, world_size: int) -> None:
+    """A user's hook waits for ours, at every bucket or at some, for its future or for what came of it."""
+    for hook, make in (
+        (powerSGD_hook, powersgd_state),
+        (fp16_compress_wrapper(powerSGD_hook), powersgd_state),
+        (fp16_compress_hook, lambda: None),
+    ):
+        expected = gradient_with(hook, rank, make(), steps=3)
+        for derived, every in ((False, 1), (True, 1), (False, 3)):
+            waited = gradient_with(around(hook, derived, every), rank, make(), steps=3)
+            assert torch.equal(waited, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_hook_may_wait_for_ours(world_size: int) -> None:
+    run_ranks(waiting, world_size, group_timeout=20)
+
+
+def images_gradient(rank: int, hook: Any, layout: torch.memory_format) -> torch.Tensor:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5)))
+    ddp = DDP(model.to(memory_format=layout), bucket_cap_mb=TINY_BUCKETS)
+    ddp.register_comm_hook(powersgd_state(), hook)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank, step, width=8 * 5 * 5).view(-1, 8, 5, 5)).square().mean().backward()
+    return flat_gradients(ddp.module)
+
+
+def waiting_for_images(rank: int, world_size: int) -> None:
+    """channels_last gradients are exchanged as copies, and brought back to DDP's buckets."""
+    for layout in (torch.contiguous_format, torch.channels_last):
+        expected = images_gradient(rank, powerSGD_hook, layout)
+        for derived in (False, True):
+            waited = images_gradient(rank, around(powerSGD_hook, derived), layout)
+            torch.testing.assert_close(waited, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_hook_may_wait_for_ours_on_a_channels_last_model() -> None:
+    run_ranks(waiting_for_images, 2, group_timeout=10)
+
+
+def waiting_for_steps(rank: int, world_size: int) -> None:
+    def trained(wrap: Any, wait: bool) -> torch.Tensor:
+        ddp = DDP(mlp(width=16, layers=4), bucket_cap_mb=0.001)
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1, momentum=0.9
+        )
+        hook = wrap(powerSGD_hook, ddp, zero)
+        ddp.register_comm_hook(powersgd_state(), around(hook) if wait else hook)
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(batch(rank, step, width=16)).square().mean().backward()
+        return flat_parameters(ddp.module)
+
+    for wrap in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        assert torch.equal(trained(wrap, wait=True), trained(wrap, wait=False)), wrap
+
+
+def test_a_hook_may_wait_for_the_steps_of_the_zero_hooks() -> None:
+    run_ranks(waiting_for_steps, 2, group_timeout=10)
 
 
 def single(rank: int, world_size: int) -> None:

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.harness import run_ranks
 from tests.models import batch, flat_gradients, mlp
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from thinwire.engine.blocking import run_blocking
+from thinwire.engine.ops import AllReduce
 from thinwire.errors import MismatchError, ProgramError, WireError
 from thinwire.model_averaging.averagers import PeriodicModelAverager
 from thinwire.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from thinwire.model_averaging.utils import average_parameters, average_parameters_or_parameter_groups
 from thinwire.optim import PostLocalSGDOptimizer
-from thinwire.wire.blocking import run_blocking
-from thinwire.wire.ops import AllReduce
 
 WORLD: Any = None  # what torch's functions take for the whole world
 
@@ -120,7 +120,7 @@ def programs_on_a_borrowed_group(rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     assert run_blocking(twice(None), world) == 6.0
-    with pytest.raises(ProgramError, match="run the program on a process group of those ranks"):
+    with pytest.raises(ProgramError, match="Run the program on a process group of those ranks"):
         run_blocking(twice((0, 1)), world)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
@@ -18,7 +19,7 @@ SCHEDULE = thinwire.Schedule(
         2: thinwire.Int4(),
         4: thinwire.LocalSGD(period=2),
         7: thinwire.DiLoCo(period=2, program=thinwire.Int8()),
-        9: thinwire.PowerSGD(rank=2),
+        9: thinwire.PowerSGD(rank=2, warmup=0),
     }
 )
 
@@ -83,9 +84,13 @@ def by_hand(rank: int, world_size: int) -> None:
         swapped.train(step, step + 1)
     assert torch.equal(flat_parameters(scheduled.ddp.module), flat_parameters(swapped.ddp.module))
     assert own(swapped.wire.state_dict())["program"] == own(scheduled.wire.state_dict())["program"]
+    for job in (scheduled, swapped):  # averages after steps 6 and 9; before step 7 models are made one
+        records = [record for record in job.wire.stats().records if record.purpose == "models"]
+        assert sorted({record.step for record in records}) == [6, 7, 9]
+        assert [record.step for record in records] == sorted(record.step for record in records)
 
 
-def test_a_schedule_swaps_as_a_user_would() -> None:
+def test_a_schedule_swaps_as_a_user_would_and_steps_of_models_are_training_steps() -> None:
     run_ranks(by_hand, 3)
 
 
@@ -129,6 +134,23 @@ def test_evaluation_swaps_nothing() -> None:
 def test_what_is_no_schedule_is_refused(given: Any, message: str) -> None:
     with pytest.raises(thinwire.OptionError, match=message):
         thinwire.Schedule(given)
+
+
+def joined(rank: int, world_size: int) -> None:
+    """Ranks with uneven inputs are told in the first forward; in the last stage they may go on."""
+    job = Job(rank)
+    said = "next stage begins at step 2 cannot run inside Join"
+    with pytest.raises(thinwire.UnavailableError, match=said), Join([job.ddp]):
+        job.train(0, 3 + rank)
+    job = Job(rank)
+    job.train(0, STEPS)
+    with Join([job.ddp]):
+        job.train(STEPS, STEPS + 1 + rank)
+    assert job.wire.step == STEPS + 2
+
+
+def test_a_schedule_inside_join_is_refused_at_once() -> None:
+    run_ranks(joined, 2, seconds=20, group_timeout=60)
 
 
 def refused(rank: int, world_size: int) -> None:

@@ -6,7 +6,7 @@ from tests.soak.__main__ import summary
 from tests.soak.episode import KINDS, draw_episode
 from tests.soak.run import attempt
 
-SEEDS = (1005, 1060, 1074, 1081, 1192, 1240, 1280, 1284)
+SEEDS = (1005, 1060, 1074, 1081, 1192, 1240, 1280, 1011)
 
 
 def test_every_kind_of_event_happens_here() -> None:

@@ -4,9 +4,12 @@ import json
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console as RichConsole
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -14,6 +17,9 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import telemetry
+from thinwire.report.training_summary import summarise
+from thinwire.report.training_words import whose
+from thinwire.telemetry.log import Log
 
 STEPS = 5
 
@@ -37,29 +43,114 @@ def train_watched(rank: int, world_size: int, folder: str) -> tuple[list[Any], l
     wire = thinwire.attach(ddp, thinwire.Exact())
     ddp(batch(rank, 99)).sum().backward()  # before the watch: not its business
     kept, text = Kept(), StringIO()
-    path = Path(folder) / f"{rank}.jsonl"
+    path = Path(folder) / "steps.jsonl"
     sinks = (
         kept,
         telemetry.JsonLines(path),
         telemetry.Console(every=2, console=RichConsole(file=text, width=200)),
     )
-    with telemetry.watch(ddp, wire, *sinks) as watch:
+    with telemetry.watch(ddp, wire, *sinks, ranks="all") as watch:
         for step in range(STEPS):
             ddp(batch(rank, step)).sum().backward()
     watch.close()
     ddp(batch(rank, 98)).sum().backward()
     ddp(batch(rank, 97)).sum().backward()
+    path = path.with_name("steps-rank1.jsonl") if rank else path
     return kept.rows, path.read_text().splitlines(), text.getvalue(), kept.closed
 
 
-def test_every_step_arrives_once_in_every_sink(tmp_path: Path) -> None:
-    for rows, lines, text, closed in run_ranks(train_watched, 2, str(tmp_path)):
+def test_every_step_arrives_once_in_every_sink_and_ranks_are_kept_apart(tmp_path: Path) -> None:
+    for rank, (rows, lines, text, closed) in enumerate(run_ranks(train_watched, 2, str(tmp_path))):
+        assert {(row["rank"], row["world_size"]) for row in rows} == {(rank, 2)}
         assert [row["step"] for row in rows] == list(range(1, 1 + STEPS))
         assert [json.loads(line) for line in lines] == rows
         assert all(row["bytes_sent"] == row["bytes/AllReduce"] > 0 for row in rows)
         assert all(row["exposed_seconds"] >= 0 for row in rows)
-        assert [line.split()[1] for line in text.splitlines()] == ["2", "4"]
+        steps = [line.removeprefix(f"rank {rank}  " if rank else "") for line in text.splitlines()]
+        assert [step.split()[:2] for step in steps] == [["step", "2"], ["step", "4"]]
+        assert "encode" in text
         assert closed == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps-rank1.jsonl", "steps.jsonl"]
+
+
+def train_with_overflows(rank: int, world_size: int, folder: str) -> tuple[list[Any], int]:
+    ddp = DDP(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    wire = thinwire.attach(ddp, thinwire.Exact(), optimizer=optimizer, skip_overflows=True)
+    kept = Kept()
+    with telemetry.watch(ddp, wire, kept, telemetry.JsonLines(Path(folder) / "steps.jsonl")):
+        for number, fact in enumerate(".x.xx"):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, number)).sum()
+            (loss * float("inf") if fact == "x" and rank == 1 else loss).backward()
+            optimizer.step()
+    return kept.rows, kept.closed
+
+
+def test_only_rank_0_writes_and_logs_overflows_as_facts_the_last_step_too(tmp_path: Path) -> None:
+    (rows, closed), others = run_ranks(train_with_overflows, 2, str(tmp_path))
+    assert [(row["step"], row["overflowed"]) for row in rows] == [
+        (0, False),
+        (1, True),
+        (1, False),
+        (2, True),
+        (2, True),
+    ]
+    assert (closed, others) == (1, ([], 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.jsonl"]
+    log = Log.load(tmp_path / "steps.jsonl")
+    assert (log.rank, log.world_size, summarise(log).overflows) == (0, 2, 3)
+
+
+def train_in_pairs(rank: int, world_size: int, folder: str, ranks: Any) -> list[Any]:
+    """Two groups in one job, as with tensor parallelism. Each has a rank 0 of its own."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    ddp = DDP(mlp(width=8, layers=2), process_group=pairs[rank % 2])
+    wire = thinwire.attach(ddp, thinwire.Exact())
+    kept = Kept()
+    with telemetry.watch(ddp, wire, kept, telemetry.JsonLines(Path(folder) / "steps.jsonl"), ranks=ranks):
+        for step in range(STEPS):
+            ddp(batch(rank, step, width=8)).sum().backward()
+    return kept.rows
+
+
+def test_groups_of_one_job_write_to_different_files(tmp_path: Path) -> None:
+    first, all_ = tmp_path / "first", tmp_path / "all"
+    for folder, ranks, names in (
+        (first, "rank0", ["steps-rank1.jsonl", "steps.jsonl"]),
+        (all_, "all", ["steps-rank1.jsonl", "steps-rank2.jsonl", "steps-rank3.jsonl", "steps.jsonl"]),
+    ):
+        folder.mkdir()
+        rows = run_ranks(train_in_pairs, 4, str(folder), ranks)
+        assert sorted(path.name for path in folder.iterdir()) == names
+        for rank, own in enumerate(rows):
+            writes = ranks == "all" or rank < 2
+            assert [row["step"] for row in own] == (list(range(STEPS)) if writes else [])
+            assert {(row["rank"], row["world_size"]) for row in own} == ({(rank, 2)} if writes else set())
+        for path in folder.iterdir():
+            assert summarise(Log.load(path)).steps == STEPS
+    log = Log.load(all_ / "steps-rank3.jsonl")
+    assert whose(log) == ", rank 3, in a group of 2"
+    with pytest.raises(thinwire.StateError, match="rows of rank 1 follow rows of rank 0"):
+        Log.of([*map(json.loads, (first / "steps.jsonl").read_text().splitlines()), *rows[1]])
+
+
+def train_without_the_folder(rank: int, world_size: int, folder: str) -> None:
+    """The folder of the log is on rank 0's host only."""
+    ddp = DDP(mlp(width=8, layers=2))
+    wire = thinwire.attach(ddp, thinwire.Exact())
+    path = Path(folder) / ("here" if rank == 0 else "elsewhere") / "steps.jsonl"
+    with telemetry.watch(ddp, wire, telemetry.JsonLines(path)):
+        ddp(batch(rank, 0, width=8)).sum().backward()
+    if rank == 1:
+        with pytest.raises(thinwire.OptionError, match="its folder does not exist"):
+            telemetry.watch(ddp, wire, telemetry.JsonLines(path), ranks="all")
+
+
+def test_ranks_that_do_not_write_need_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    run_ranks(train_without_the_folder, 2, str(tmp_path))
+    assert summarise(Log.load(tmp_path / "here" / "steps.jsonl")).steps == 1
 
 
 ROW: telemetry.sinks.Row = {"step": 3, "bytes_sent": 10, "wire_seconds": None, "exposed_seconds": 0.5}
@@ -87,7 +178,27 @@ def test_wandb_receives_values_under_its_own_step() -> None:
     sink = telemetry.WandB(Run())
     sink.write(ROW)
     sink.close()
-    assert Run.logged == [{"thinwire/step": 3, "thinwire/bytes_sent": 10, "thinwire/exposed_seconds": 0.5}]
+    place = {"thinwire/step": 3, "thinwire/rank": 0}
+    assert Run.logged == [{**place, "thinwire/bytes_sent": 10, "thinwire/exposed_seconds": 0.5}]
+
+
+def test_sinks_open_nothing_before_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    def init() -> Any:
+        begun.append(SimpleNamespace(log=lambda values: None))
+        return begun[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
+    sinks = (telemetry.WandB(), telemetry.TensorBoard(tmp_path), telemetry.JsonLines(tmp_path / "x.jsonl"))
+    for sink in sinks:
+        sink.close()
+    assert (begun, list(tmp_path.iterdir())) == ([], [])
+    for sink in sinks:
+        sink.write({**ROW, "rank": 3})
+        sink.close()
+    assert len(begun) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank3", "x-rank3.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +216,13 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(
 def test_bad_options_are_errors(tmp_path: Path) -> None:
     with pytest.raises(thinwire.OptionError, match="every=0 must be at least 1"):
         telemetry.Console(every=0)
-    with pytest.raises(thinwire.OptionError, match="cannot be written"):
-        telemetry.JsonLines(tmp_path / "none" / "x.jsonl")
+    for path in (tmp_path / "none" / "x.jsonl", tmp_path):
+        with pytest.raises(thinwire.OptionError, match="cannot be written"):
+            telemetry.JsonLines(path).check_writable()
+        with pytest.raises(thinwire.OptionError, match="cannot be written"):
+            telemetry.JsonLines(path).write(ROW)
+    with pytest.raises(thinwire.OptionError, match="ranks='1' is not one of 'rank0', 'all'"):
+        telemetry.watch(None, None, ranks="1")  # type: ignore[arg-type] # refused before they are looked at
 
 
 def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:

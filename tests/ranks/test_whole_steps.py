@@ -3,6 +3,7 @@
 That all programs do is in test_matrix.py.
 """
 
+import gc
 import math
 from typing import Any
 
@@ -97,16 +98,23 @@ def test_all_optimizers_skip() -> None:
     run_ranks(several_optimizers, 2)
 
 
-def growing(rank: int, world_size: int, named: bool) -> None:
-    """A scale that doubles and halves changes no bit of training in fp32."""
+def growing(rank: int, world_size: int, which: str) -> None:
+    """A scale that doubles and halves changes no bit of training in fp32, nor does another model's."""
     results = []
+    other = torch.amp.GradScaler("cpu", init_scale=2.0)
+    if which in ("of two", "another's"):
+        other.scale(torch.ones(1))
     for scales in ((64.0,) * 6, (64.0, 128.0, 128.0, 256.0, 32.0, 64.0)):
         ddp = DDP(mlp(), bucket_cap_mb=0.002)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        thinwire.attach(ddp, thinwire.Int4(), scaler=scaler if named else None)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=which != "another's")
+        if which == "frozen":
+            gc.freeze()
+        thinwire.attach(ddp, thinwire.Int4(), scaler=scaler if which == "named" else "auto")
         for step, scale in enumerate(scales):
             scaler.update(scale) if step else None
+            if which == "another's":
+                other.update(scale)
             optimizer.zero_grad()
             scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
             scaler.step(optimizer)
@@ -116,9 +124,9 @@ def growing(rank: int, world_size: int, named: bool) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_residuals_follow_a_gradscaler(named: bool) -> None:
-    run_ranks(growing, 2, named)
+@pytest.mark.parametrize("which", ["named", "the only one", "of two", "another's", "frozen"])
+def test_residuals_follow_the_models_own_gradscaler(which: str) -> None:
+    run_ranks(growing, 2, which)
 
 
 class Detour(torch.nn.Module):

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
+from thinwire.engine.borrowed_group import BorrowedGroup
 from thinwire.errors import MismatchError, WireError
 from thinwire.optim import ZeroRedundancyOptimizer
-from thinwire.wire.communicator import Communicator
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its neighbours compile with what torch itself has deprecated
@@ -160,13 +160,13 @@ def check_mismatch(rank: int) -> None:
 def check_kinds_of_parameters(rank: int) -> None:
     """Several dtypes and layouts, in few broadcasts, and in the same memory."""
     sent: list[Any] = []
-    issue = Communicator.issue
+    issue = BorrowedGroup.issue
 
-    def noting(self: Communicator, op: Any) -> Any:
+    def noting(self: BorrowedGroup, op: Any, turn: Any = None) -> Any:
         sent.append(op)
-        return issue(self, op)
+        return issue(self, op, turn)
 
-    Communicator.issue = noting  # type: ignore[method-assign]
+    BorrowedGroup.issue = noting  # type: ignore[method-assign]
     for views in (False, True):
         torch.manual_seed(0)
         parameters = [
@@ -194,7 +194,7 @@ def check_kinds_of_parameters(rank: int) -> None:
         assert parameters[0].is_contiguous(memory_format=torch.channels_last)
         assert all(torch.equal(*each) for each in zip(parameters, plain, strict=True))
         sent.clear()
-    Communicator.issue = issue  # type: ignore[method-assign]
+    BorrowedGroup.issue = issue  # type: ignore[method-assign]
 
 
 def check_thawing(rank: int) -> None:

@@ -1,5 +1,6 @@
 """ZeRO with models and loops that are not plain."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp
+from tests.models import COMPLEX, batch, flat_parameters, mlp
 from thinwire import Exact, ZeRO
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -26,7 +27,7 @@ class Kinds(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.pairs = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.pairs = nn.Parameter(torch.randn(3, dtype=COMPLEX))
         self.single = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.randn(0))
 
@@ -130,12 +131,14 @@ def small(rank: int, step: int) -> torch.Tensor:
 def wrong_clipping(rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ddp = DDP(mlp(width=8, layers=1).to(dtype))
-        optimizer = attached(ZeRO())(ddp)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        wire = thinwire.attach(ddp, ZeRO(), optimizer=optimizer)
         for scaled in (False, True):
             optimizer.zero_grad()
             (100 * ddp(batch(rank, 0, 8).to(dtype))).square().mean().backward()
             if scaled:
                 halve(ddp)
+                wire.clip_grad_norm_(math.inf)
             optimizer.step()
         optimizer.zero_grad()
         (100 * ddp(batch(rank, 0, 8).to(dtype))).square().mean().backward()
@@ -203,6 +206,12 @@ def misuse(rank: int) -> None:
         with pytest.raises(RuntimeError, match="a GradScaler is in use"):
             scaler.scale(fresh(small(rank, 0)).square().mean()).backward()
         assert torch.equal(flat_parameters(fresh.module), before)
+    fresh = DDP(mlp(width=8, layers=2))
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    with pytest.raises(thinwire.OptionError, match=r"cannot unscale gradients before ZeRO.*bf16"):
+        thinwire.attach(fresh, ZeRO(interleaved=True), optimizer=optimizer, scaler=scaler)
+    thinwire.attach(fresh, ZeRO(interleaved=True), optimizer=optimizer, scaler=None)
+    fresh(small(rank, 0)).square().mean().backward()  # the scaler in use is another model's
     del scaler
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     single = ZeroRedundancyOptimizer(

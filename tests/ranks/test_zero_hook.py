@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torchs_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
+from thinwire import ZeRO
 from thinwire.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from thinwire.optim import ZeroRedundancyOptimizer
@@ -129,6 +131,98 @@ def parts(rank: int, world_size: int) -> None:
 
 def test_any_hook_any_mode_and_refusals() -> None:
     assert run_ranks(hooks_and_modes, 2, seconds=100) == [None, None]
+
+
+class Branches(nn.Module):
+    """Three layers: one for all, one that no rank uses at some steps, one that only rank 1 uses at others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.seldom, self.on_1 = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        x = self.always(x)
+        if step % 3 == 0:
+            x = self.seldom(x)
+        if rank == 1 and step % 2:
+            x = self.on_1(x)
+        return x
+
+
+def branching(rank: int, overlap: Any, bucket_mb: float, steps: int = 8) -> torch.Tensor:
+    """Momentum and weight decay change a parameter whose gradient is zero, and not one that has none."""
+    ddp = DDP(Branches(), bucket_cap_mb=bucket_mb, find_unused_parameters=True)
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    if overlap is None:
+        optimizer = torch.optim.SGD(ddp.parameters(), **options)
+    else:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options)
+        ddp.register_comm_hook(None, overlap(default_hooks.allreduce_hook, ddp, zero))
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(batch(rank, step, 16), rank, step).square().mean().backward()
+        if overlap is None:
+            optimizer.step()
+    return flat_parameters(ddp.module)
+
+
+def unused(rank: int, world_size: int) -> None:
+    for bucket_mb in (0.001, 25.0):
+        expected = branching(rank, None, bucket_mb)
+        for wrap in (hook_with_zero_step, hook_with_zero_step_interleaved):
+            assert torch.equal(branching(rank, wrap, bucket_mb), expected), (wrap, bucket_mb)
+
+
+def test_what_no_rank_used_is_not_stepped() -> None:
+    run_ranks(unused, 2)
+
+
+class Partly(nn.Module):
+    """Four layers, one of which is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 1, 3):
+            x = self.layers[number](x)
+        return x
+
+
+def partly(rank: int, wrap: Any, bucket_mb: float) -> torch.Tensor:
+    ddp = DDP(Partly(), static_graph=True, bucket_cap_mb=bucket_mb)
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = torch.optim.SGD(ddp.parameters(), **options)
+    if isinstance(wrap, ZeRO):
+        thinwire.attach(ddp, wrap, optimizer=optimizer)
+    elif wrap is not None:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options)
+        ddp.register_comm_hook(None, wrap(default_hooks.allreduce_hook, ddp, zero))
+    for step in range(5):
+        ddp.zero_grad()
+        ddp(batch(rank, step, 16)).square().mean().backward()
+        if wrap is None or isinstance(wrap, ZeRO):
+            optimizer.step()
+    return flat_parameters(ddp.module)
+
+
+def unused_in_static_graphs(rank: int, world_size: int) -> None:
+    for bucket_mb in (0.001, 25.0):
+        expected = partly(rank, None, bucket_mb)
+        for wrap in (
+            hook_with_zero_step,
+            hook_with_zero_step_interleaved,
+            ZeRO(),
+            ZeRO(interleaved=True),
+        ):
+            assert torch.equal(partly(rank, wrap, bucket_mb), expected), (wrap, bucket_mb)
+
+
+def test_what_a_static_graph_never_uses_is_not_stepped() -> None:
+    run_ranks(unused_in_static_graphs, 2)
 
 
 def bereft(rank: int, world_size: int) -> str:

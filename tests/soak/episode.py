@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from tests.soak.programs import (
     Drawn,
+    Hook,
     averages,
     can_resize,
     can_swap,
@@ -107,12 +108,18 @@ class Episode:
         return swaps[-1] if swaps else self.program
 
 
+_RESTARTS = (Kill, Interrupt, Resume, Resize)
+
+
 def draw_episode(seed: int) -> Episode:
     """The same for the same seed, in any process."""
     rng = Random(seed)
     world_size, steps = rng.choice([1, 2, 2, 3, 4]), rng.randint(6, 12)
     program = draw(rng, world_size)
     events = _events(rng, world_size, steps, program)
+    if isinstance(program, Hook) and any(isinstance(event, _RESTARTS) for event in events):
+        # Like torch's, a hook's state names no loss scale, so a restart after an overflow is not exact.
+        events = tuple(event for event in events if not isinstance(event, Overflow))
     programs = [program, *(event.program for event in events if isinstance(event, Swap))]
     inside = steps_inside_backward(program)
     precision = rng.choice(PRECISIONS)

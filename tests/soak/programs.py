@@ -17,6 +17,7 @@ from thinwire import (
     DiLoCo,
     Exact,
     Hierarchical,
+    Int2,
     Int4,
     Int8,
     LocalSGD,
@@ -84,7 +85,7 @@ def draw_averaging(rng: Random, world_size: int) -> Averaging:
     period = rng.randint(2, 5)
     return DiLoCo(
         period,
-        outer=partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True),
+        outer=rng.choice([None, partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)]),
         program=rng.choice(_SINGLE)(rng),
         fragments=rng.randint(1, min(3, period)),
         overlap=rng.randint(0, period - 1),
@@ -114,6 +115,7 @@ def _power_sgd(rng: Random) -> Program:
         residual=rng.choice(["mean", "sent"]),
         factor_dtype=rng.choice([None, "bf16", "fp16"]),
         flatten=rng.random() < 0.2,
+        warmup=rng.choice([None, 0, 3]),
     )
 
 
@@ -124,6 +126,7 @@ _SINGLE: list[Callable[[Random], Program]] = [
     lambda rng: Int8(block=rng.choice([64, 256]), stochastic=rng.random() < 0.3),
     lambda rng: Int8(error_feedback=False),
     lambda rng: Int4(stochastic=rng.random() < 0.3),
+    lambda rng: Int2(block=rng.choice([64, 128])),
     lambda rng: FP8(rng.choice(["e4m3", "e5m2"])),
     lambda rng: Sign(),
     lambda rng: TopK(rng.choice([0.05, 0.2])),

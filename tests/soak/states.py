@@ -31,8 +31,32 @@ def not_finite(state: Any) -> list[str]:
 
 
 def residuals(state: Any) -> dict[tuple[str, ...], torch.Tensor]:
-    """What compression has not sent yet, by parameter and slot."""
-    return {path[-2:]: one for path, one in tensors(state) if path[-1].split(": ")[-1] == "residual"}
+    """What compression has not sent yet, by parameter and slot, in units of unscaled gradients."""
+    return {path[-2:]: one for path, one in tensors(unscaled(state)) if _of_residual(path)}
+
+
+def unscaled(state: Any) -> Any:
+    """A state with its residuals divided by the loss scale that it names, a power of two.
+
+    The scale at which residuals are kept tells nothing: they follow the scaler when they are next used.
+    """
+    if not isinstance(state, Mapping):
+        return [unscaled(one) for one in state] if isinstance(state, list | tuple) else state
+    scale = state.get("scale") if "memory" in state else None
+    if scale is None:
+        return {key: unscaled(value) for key, value in state.items()}
+    memory = {
+        name: {
+            slot: one / scale if _of_residual((name, slot)) and not slot.startswith("model") else one
+            for slot, one in slots.items()
+        }
+        for name, slots in state["memory"].items()
+    }
+    return {**state, "scale": None, "memory": memory}
+
+
+def _of_residual(path: tuple[str, ...]) -> bool:
+    return path[-1].split(": ")[-1] == "residual"
 
 
 def digest(state: Any) -> str:

@@ -1,6 +1,8 @@
 """The command line: help, errors in one line, exit codes, data on stdout."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +24,37 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli, list(words))
 
 
-@pytest.mark.parametrize("command", ["", "lab", "bench", "report", "doctor"])
+COMMANDS = ["bench", "docs", "doctor", "lab", "plan", "report"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_has_help(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert "--help" in result.output
+    assert "\b" not in result.output
+    examples = result.output.partition("Try:")[2].partition("Options:")[0].split("\n")
+    assert all(re.match(r"    (thinwire|torchrun) ", line) for line in examples if line.strip())
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    script = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, 'rich' in sys.modules))"
+    )
+    script += "; from thinwire_command import main; sys.argv = ['thinwire', '--help']; main()"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("\nFalse False\n")
+    listed = re.findall(r"^  (\w+)  +[A-Z]", shown.partition("Commands:")[2], flags=re.M)
+    assert set(COMMANDS) <= set(listed)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_documented_completion_works(shell: str) -> None:
+    program = str(Path(sys.executable).parent / "thinwire")
+    environment = os.environ | {"_THINWIRE_COMPLETE": f"{shell}_source"}
+    shown = subprocess.run([program], env=environment, capture_output=True, text=True, check=False).stdout
+    assert "_THINWIRE_COMPLETE" in shown
+    assert f"_THINWIRE_COMPLETE={shell}_source" in (Path(__file__).parents[2] / "docs/lab.md").read_text()
 
 
 def test_the_module_and_the_script_are_the_same() -> None:
@@ -47,9 +75,23 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("bench --hosts a,b", 2, "hosts='a' is not a whole number"),
         ("bench --out /no/such/folder/b.json", 2, "folder that does not exist"),
         ("report /no/such/file.json", 1, "cannot be read"),
-        ("report pyproject.toml", 1, "is no results file"),
-        ("report pyproject.toml", 1, "no training log of telemetry.JsonLines either"),
+        ("report pyproject.toml", 1, "is not a results file"),
+        ("report pyproject.toml", 1, "nor a training log of telemetry.JsonLines"),
         ("report /no/such/steps.jsonl", 1, "cannot be read"),
+        ("plan --model gpt-1m --hosts 0 --link 1gbit", 2, "hosts=0 must be from 2"),
+        ("plan --model gpt-1m --hosts many --link 1gbit", 2, "hosts='many' does not parse"),
+        ("plan --model gpt-1m --hosts 2 --link 0mbit", 2, "link='0mbit' carries nothing"),
+        ("plan --model gpt-1m --hosts 2 --link 10furlongs", 2, "link='10furlongs' does not parse"),
+        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "link is missing"),
+        ("plan --model gpt-1m --hosts 2 --link 1gbit --rtt 20", 2, "rtt='20' does not parse"),
+        ("plan --model gpt-1m --hosts 2 --link 1gbit --max-gap some", 2, "max-gap='some' does not parse"),
+        ("plan --model no_such.module:build --hosts 2 --link 1gbit", 2, "ModuleNotFoundError"),
+        ("plan --hosts 2 --link 1gbit", 2, "give either --model"),
+        ("plan --parameters 7e9 --hosts 2 --link 1gbit", 2, "parameters needs --compute"),
+        ("plan --model gpt-1m --hosts 2 --link 1gbit --compute 0s", 2, "compute='0s' must be above 0"),
+        ("plan --model gpt-1m --hosts 2 --link 1gbit --programs ZeRO", 2, "cannot be planned"),
+        ("plan --model gpt-1m --hosts 2 --link 1gbit --steps 0", 2, "steps=0 must be at least 1"),
+        ("plan --check /no/such/file.json", 1, "cannot be read"),
         ("nonsense", 2, "No such command"),
     ],
 )
@@ -61,15 +103,50 @@ def test_bad_input_is_one_line_and_an_exit_code(words: str, code: int, message: 
     assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
 
 
+def test_a_plan_for_a_model_that_does_not_fit_here() -> None:
+    words = "plan --parameters 2e7 --compute 0.4s --hosts 4 --rtt 1ms --programs BF16,Int8,RandomK --json"
+    slow, fast = (json.loads(run(*words.split(), "--link", link).stdout) for link in ("100mbit", "unlimited"))
+    assert slow["program"] == "Int8()"
+    assert slow["line"] == "wire = thinwire.attach(ddp, thinwire.Int8())"
+    assert [row["name"] for row in slow["rows"]] == ["DDP", "BF16()", "Int8()", "RandomK()"]
+    plain, half = slow["rows"][:2]
+    assert plain["bytes"] == pytest.approx(2 * 3 / 4 * 4 * 2e7, rel=0.05)
+    assert half["bytes"] == pytest.approx(plain["bytes"] / 2, rel=0.01)
+    assert plain["low"] < plain["step"] < plain["high"]
+    assert slow["rows"][3]["gap"] is None
+    assert fast["recommendation"].startswith("Don't.")
+
+
+def test_a_plan_of_many_world_sizes_is_a_line_each() -> None:
+    words = "plan --parameters 1e7 --compute 0.1s --hosts 2..16 --link 1gbit --programs Int8"
+    result = run(*words.split())
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines() if "hosts" in line] == [
+        str(1 << bit) for bit in range(1, 5)
+    ]
+
+
+def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
+    times = {"encode_seconds": 0.01, "wire_seconds": 0.2, "exposed_seconds": 0.1}
+    row = {"purpose": "gradients", "bytes_sent": 1_000_000, **times, "world_size": 2, "rank": 0}
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(4)))
+    words = f"plan --check {path} --parameters 1e6 --compute 0.1s --link 100mbit --programs BF16"
+    result = run(*words.split())
+    assert result.exit_code == 0, result.output
+    assert "(+1" in result.stdout  # twice the bytes that the log has
+    assert "give one, as --programs Int8" in run(*words.replace("BF16", "BF16,Int8").split()).stderr
+
+
 def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
-    times = {"compute_seconds": None, "wire_seconds": None, "exposed_seconds": None}
+    times = {"encode_seconds": None, "wire_seconds": None, "exposed_seconds": None}
     row = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
     path = tmp_path / "steps.jsonl"
     path.write_text(json.dumps(row) + '\n{"step": 1, "pur')
     result = run("report", str(path))
     assert result.exit_code == 0
     assert result.stdout.strip() == str(tmp_path / "steps.html")
-    assert "the last line is cut off" in result.stderr
+    assert "the last line is incomplete" in result.stderr
     assert "1 step sent 5 B in total" in (tmp_path / "steps.html").read_text()
     as_json = json.loads(run("report", str(path), "--json").stdout)
     assert as_json["path"] == str(tmp_path / "steps.html")
@@ -134,7 +211,69 @@ def test_without_click_the_way_to_get_it_is_said() -> None:
     script = "import sys; sys.modules['click'] = None; from thinwire.__main__ import main; main()"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert process.returncode == 1
-    assert process.stderr == "thinwire's command line needs click: pip install 'thinwire[cli]'\n"
+    assert process.stderr == "thinwire's command line needs click: pip install click rich numpy\n"
+
+
+WITHOUT_NUMPY = """
+import importlib.metadata
+from importlib.machinery import PathFinder
+
+found, version = PathFinder.find_spec, importlib.metadata.version
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] == "numpy" else found(name, path, target)
+
+def version_of(name):
+    if name == "numpy":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+
+PathFinder.find_spec, importlib.metadata.version = find_spec, version_of
+"""
+
+
+def test_without_numpy_no_warning_stands_above_the_output_and_doctor_says_what_it_is_for() -> None:
+    script = f"{WITHOUT_NUMPY}\nfrom thinwire.__main__ import main\nmain()"
+    command = [sys.executable, "-c", script, "doctor", "--json"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.stderr == ""
+    finding = next(one for one in json.loads(process.stdout) if one["name"] == "numpy")
+    assert finding["ok"] is False
+    assert "torch.distributed.checkpoint" in finding["remedy"]
+    assert "pip install numpy" in finding["remedy"]
+
+
+SAVES = """
+import sys, warnings
+import torch, torch.distributed as dist
+import thinwire
+
+warnings.simplefilter("ignore")
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = torch.nn.Linear(4, 4)
+ddp, optimizer = torch.nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+wire = thinwire.attach(ddp, thinwire.Int8())
+try:
+    thinwire.save_checkpoint(f"{folder}/checkpoint", ddp, optimizer, wire)
+except thinwire.ThinwireError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_without_numpy_a_checkpoint_of_several_ranks_says_what_to_install(tmp_path: Path) -> None:
+    script = WITHOUT_NUMPY + SAVES
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path)], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[0].decode() for process in ranks]
+    for process, out in zip(ranks, said, strict=True):
+        assert process.returncode == 0
+        assert re.match("(UnavailableError|MismatchError) .*save_checkpoint on 2 ranks needs numpy", out), out
+        assert "pip install numpy" in out
+    assert not (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "checkpoint.unfinished").exists()
 
 
 def test_nothing_to_clean_is_not_an_error() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import warnings
 from pathlib import Path
@@ -14,8 +15,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
+from thinwire.bench.workloads import GPT
+from thinwire.engine.simulate import simulate
+from thinwire.report.training_summary import summarise
+from thinwire.report.training_words import notes
+from thinwire.telemetry.log import Log
 from thinwire.testing import check_codec
-from thinwire.wire.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,14 +89,18 @@ def checkpointed(rank: int, world_size: int, folder: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of checkpoints
         saved = job()
+        scheduler = torch.optim.lr_scheduler.StepLR(saved[1], 1)
         train(saved, 0, 3)
+        names["save_all"](f"{folder}/all", *saved, scheduler, 3)
         names["save"](folder, *saved)
+        names["save_file"](f"{folder}/file.pt", *saved)
         names["save_together"](f"{folder}/together", *saved)
         later = names["save_meanwhile"](f"{folder}/meanwhile", *saved)
         expected = train(saved, 3, 6)
         later.result()
         for load, place in (
             ("load", folder),
+            ("load_file", f"{folder}/file.pt"),
             ("load_together", f"{folder}/together"),
             ("load_together", f"{folder}/meanwhile"),
             ("load_anyhow", f"{folder}/together"),
@@ -100,12 +109,37 @@ def checkpointed(rank: int, world_size: int, folder: str) -> None:
             names[load](place, *again)
             assert torch.equal(train(again, 3, 6), expected), (load, place)
         again = job()
+        assert names["load_all"](f"{folder}/all", *again, scheduler) == 3
+        assert torch.equal(train(again, 3, 6), expected)
+        again = job()
         names["load_files_anyhow"](folder, world_size, *again)
         assert again[2].step == 3
 
 
 def test_the_checkpoint_examples_bring_every_rank_back(tmp_path: Path) -> None:
     assert run_ranks(checkpointed, 2, str(tmp_path)) == [None, None]
+
+
+def integrated(rank: int, world_size: int) -> None:
+    names: dict[str, Any] = {}
+    for page in ("README", "torch_compile"):
+        (block,) = python_blocks(f"docs/integrations/{page}.md")
+        exec(block, names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        batches = [batch(rank, step, width=8) for step in range(3)]
+        names["train"](mlp(width=8, layers=2), batches, lambda output: output.square().mean())
+    assert re.fullmatch(
+        r"3 steps: \S+ MB sent, \S+ x \w+ than plain DDP, exposed \S+ s\n", printed.getvalue()
+    )
+    torch.compiler.set_stance("force_eager")
+    for how in ("compiled_around", "compiled_inside", "replicated"):
+        model, wire = names[how](mlp(width=8, layers=2))
+        model(batch(rank, 0, width=8)).square().mean().backward()
+        assert wire.step == 1, how
+
+
+def test_the_examples_of_plain_loops_compile_and_replicate_train() -> None:
+    run_ranks(integrated, 2)
 
 
 def trusted(rank: int, world_size: int) -> str:
@@ -124,26 +158,52 @@ def trusted(rank: int, world_size: int) -> str:
             optimizer.step()
         return result
 
-    for how in ("attach_without_scaler", "attach_with_scaler", "attach_by_schedule"):
+    for how in ("attach_with_scaler", "attach_by_schedule"):
         trained(how, "optimizer")
+    assert names["worst"](trained("attach_without_scaler", "optimizer")) is None, "before the first audit"
     name, error, all_errors, residual = names["worst"](trained("attach_with_audits"))
     assert name in ("0.weight", "1.weight")
     assert 0 < all_errors <= error
     assert residual > 0
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trained("attach_with_rules")
+        block = next(block for block in python_blocks("docs/features.md") if "rules = " in block)
+        ddp = DDP(GPT(width=8, layers=1))
+        optimizer = torch.optim.SGD(ddp.parameters())
+        exec(block, {"thinwire": thinwire, "ddp": ddp, "optimizer": optimizer})
     return printed.getvalue()
 
 
-def test_the_examples_of_trust_do_what_they_say() -> None:
+def test_the_examples_of_trust_and_the_rules_of_the_features_do_what_they_say() -> None:
     for text in run_ranks(trusted, 2):
         assert "rule '*.weight'" in text
         assert "below 64 numbers" in text
+        assert "rule 'token.*'" in text
 
 
-def test_the_readmes_own_program_is_the_examples() -> None:
-    """It is shown in the README without types; the example, which is type-checked, has the same lines."""
-    block = next(block for block in python_blocks("README.md") if "class TwoShotMean" in block)
+def logged(rank: int, world_size: int, folder: str) -> None:
+    def train(ddp: Any) -> None:
+        for step in range(20):
+            ddp(batch(rank, step, width=8)).square().mean().backward()
+
+    os.chdir(folder)
+    block = next(block for block in python_blocks("docs/lab.md") if "telemetry.watch" in block)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        exec(block, {"thinwire": thinwire, "ddp": DDP(mlp(width=8, layers=2)), "train": train})
+    assert len(printed.getvalue().splitlines()) == (0 if rank else 2)
+
+
+def test_the_telemetry_example_on_two_ranks_logs_one_clean_run(tmp_path: Path) -> None:
+    run_ranks(logged, 2, str(tmp_path))
+    log = Log.load(tmp_path / "steps.jsonl")
+    summary = summarise(log)
+    assert list(log.series["gradients"].steps) == list(range(20))
+    assert (log.rank, log.world_size, summary.overflows, list(notes(log, summary))) == (0, 2, 0, [])
+
+
+def test_the_own_program_of_the_features_is_the_examples() -> None:
+    """It is shown without types; the example, which is type-checked, has the same lines."""
+    block = next(block for block in python_blocks("docs/features.md") if "class TwoShotMean" in block)
     example = (ROOT / "examples/timeline.py").read_text()
     for line in re.findall(r"        (?:world_size|padded|own|slices|return).*", block):
         assert line in example
@@ -154,3 +214,15 @@ def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert "://" in target or (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    root = Path(__file__).parents[2]
+    footer = (root / "README.md").read_text().rstrip().splitlines()[-1]
+    missing = []
+    for path in (root / "docs").rglob("*.md"):
+        index = path.with_name("README.md")  # a folder's own page leads to the others in it
+        inside = index.exists() and f"({path.name})" in index.read_text()
+        if not inside and f"({path.relative_to(root).as_posix()})" not in footer:
+            missing.append(path.name)
+    assert missing == []

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 import warnings
 from dataclasses import fields
 from enum import Enum
@@ -102,10 +104,18 @@ def test_signatures(module: str) -> None:
 
 def check_signature(theirs: Any, ours: Any, name: str) -> None:
     """Ours takes what torch's takes; what it takes beyond has defaults."""
-    expected = [(p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()]
-    got = [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()]
+    expected, got = taken(theirs), taken(ours)
     assert got[: len(expected)] == expected, name
     assert all(default is not inspect.Parameter.empty for _, _, default in got[len(expected) :]), name
+
+
+def taken(function: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults. Callers cannot use the name of `**kwargs`, which torch 2.13 has changed."""
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [
+        ("" if one.kind in variadic else one.name, one.kind, one.default)
+        for one in inspect.signature(function).parameters.values()
+    ]
 
 
 def check_class(theirs: type, ours: type) -> None:
@@ -160,9 +170,39 @@ def test_hook_state_fields() -> None:
 
 
 def test_package_aliases() -> None:
-    _, ours = pair(HOOKS)
-    assert ours.default is ours.default_hooks
-    assert ours.debugging is ours.debugging_hooks
+    theirs, ours = pair(HOOKS)
+    aliases = {
+        alias: module.__name__.rpartition(".")[2]
+        for alias, module in vars(theirs).items()
+        if inspect.ismodule(module) and module.__name__.startswith(f"{theirs.__name__}.")
+    }
+    assert aliases["optimizer_overlap"] == "optimizer_overlap_hooks"
+    for alias, name in aliases.items():
+        assert getattr(ours, alias) is importlib.import_module(f"{ours.__name__}.{name}")
+
+
+def test_public_subpackages_come_with_the_first_use_and_not_before() -> None:
+    script = """
+import sys, thinwire
+lazy = ["ddp_comm_hooks", "model_averaging", "optim", "telemetry", "testing"]
+assert not [name for name in lazy if f"thinwire.{name}" in sys.modules]
+assert set(lazy) <= set(dir(thinwire))
+thinwire.telemetry.JsonLines, thinwire.testing.check_codec, thinwire.optim.ZeroRedundancyOptimizer
+thinwire.ddp_comm_hooks.default_hooks.fp16_compress_hook, thinwire.model_averaging
+try:
+    thinwire.telemetri
+except AttributeError as error:
+    print(error)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout == "module 'thinwire' has no attribute 'telemetri'\n"
+
+
+@pytest.mark.parametrize("way", [thinwire.LocalSGD, thinwire.Hierarchical, thinwire.DiLoCo])
+def test_help_on_a_way_of_averaging_shows_inherited_options_too(way: Any) -> None:
+    shown = inspect.getdoc(way) or ""
+    assert [one.name for one in fields(way) if f"\n    {one.name}: " not in shown] == []
 
 
 def test_public_names_exist_and_are_documented() -> None:
@@ -171,3 +211,22 @@ def test_public_names_exist_and_are_documented() -> None:
         thing = getattr(thinwire, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_dir_shows_public_names_only() -> None:
+    shown = set(dir(thinwire))
+    assert set(thinwire.__all__) <= shown
+    assert not {name for name in shown if name.startswith("_") and name != "__version__"}
+    assert not shown & {"engine", "ddp", "amp", "strategies", "programs", "codecs", "importlib", "wire"}
+
+
+@pytest.mark.parametrize("name", ["ddp_comm_hooks", "optim", "telemetry", "testing"])
+def test_dir_of_a_public_subpackage_shows_its_public_names_only(name: str) -> None:
+    package = importlib.import_module(f"thinwire.{name}")
+    assert dir(package) == sorted(package.__all__)
+    assert all(hasattr(package, public) for public in dir(package))
+
+
+def test_dir_of_model_averaging_shows_its_modules_only() -> None:
+    shown = dir(importlib.import_module("thinwire.model_averaging"))
+    assert shown == [module.rpartition(".")[2] for module in ARRIVED if module.startswith(f"{AVERAGING}.")]

@@ -1,5 +1,6 @@
 """When, over whom and in which parts models are averaged; and when a training step is over."""
 
+import weakref
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from thinwire import DiLoCo, Hierarchical, LocalSGD
-from thinwire.averaging.anchors import Anchors, split_evenly
-from thinwire.averaging.policy import Averaging
-from thinwire.averaging.rounds import Rounds
+from thinwire import DiLoCo, Hierarchical, LocalSGD, SparseLoCo
+from thinwire.ddp.model import Model
+from thinwire.programs.naming import describe
+from thinwire.strategies.averaging.anchors import Anchors, split_evenly
+from thinwire.strategies.averaging.policy import Averaging
+from thinwire.strategies.averaging.training_steps import TrainingSteps
 
 
 def ANY(value: Any) -> Any:  # noqa: N802 - hides a wrong type from the type checker
@@ -31,10 +34,13 @@ SHAPES = {"a": torch.Size((2, 3)), "b": torch.Size((3,))}
         (lambda: LocalSGD(period=ANY(2.5)), "period=2.5 must be a whole number"),
         (lambda: LocalSGD(period=True), "period=True must be a whole number"),
         (lambda: LocalSGD(4, warmup_steps=-1), "warmup_steps=-1 must be a whole number, at least 0"),
-        (lambda: LocalSGD(4, buffers="median"), "buffers='median' is not one of 'mean', 'rank0', 'local'"),
-        (lambda: LocalSGD(4, optimizer_state="sum"), "optimizer_state='sum' is not one of"),
+        (
+            lambda: LocalSGD(4, buffers=ANY("median")),
+            "buffers='median' is not one of 'mean', 'rank0', 'local'",
+        ),
+        (lambda: LocalSGD(4, optimizer_state=ANY("sum")), "optimizer_state='sum' is not one of"),
         (lambda: LocalSGD(4, within=0), "within=0 must be at least 1"),
-        (lambda: LocalSGD(4, within="rack"), "within='rack' is no way to group ranks"),
+        (lambda: LocalSGD(4, within=ANY("rack")), "within='rack' does not describe groups of ranks"),
         (lambda: LocalSGD(4, within=[[0, 1], [1]]), "every rank from 0 on in exactly one list"),
         (lambda: LocalSGD(4, within=[[0, 2]]), "every rank from 0 on in exactly one list"),
         (lambda: LocalSGD(4, gradients=ANY("bf16")), "gradients='bf16' is not a program"),
@@ -120,6 +126,16 @@ def test_anchors_of_half_precision_parameters_keep_what_those_round_off() -> Non
     torch.testing.assert_close(anchors["p"], torch.full((3,), 1 - 0.016))
 
 
+class Hooks(Model):
+    """The hooks of a model that is not distributed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ddp = weakref.ref(ANY(module))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.ddp().named_parameters())
+
+
 class Watched:
     """A small model, its optimizers and the steps that were counted."""
 
@@ -127,7 +143,7 @@ class Watched:
         self.model: Any = nn.Linear(2, 2)
         self.optimizers = [make(self.model.parameters()) for make in optimizers]
         self.begun = self.ended = self.late = 0
-        self.rounds = Rounds(ANY(self.model), self.optimizers, self)
+        self.rounds = TrainingSteps(ANY(Hooks(self.model)), self.optimizers, self)
 
     def begin(self) -> None:
         self.begun += 1
@@ -250,9 +266,8 @@ def test_a_scaler_that_finds_an_overflow_ends_the_step_at_once() -> None:
                 assert torch.equal(watched.model.weight, plain.weight)
                 assert watched.model.weight.grad is not None
     plain_again = Watched(SGD)
-    assert plain_again.optimizers[0]._step_supports_amp_scaling
     plain_again.rounds.remove()
-    assert not getattr(plain_again.optimizers[0], "_step_supports_amp_scaling", False)
+    assert not hasattr(plain_again.optimizers[0], "_step_supports_amp_scaling")
 
 
 def test_an_optimizer_that_never_steps_is_noticed() -> None:
@@ -264,6 +279,33 @@ def test_an_optimizer_that_never_steps_is_noticed() -> None:
     assert watched.ended == 10
 
 
+def test_accumulation_without_no_sync_is_noticed_once() -> None:
+    """A loop that leaves out steps, and clears their gradients before or after its forward, is not meant."""
+    for set_to_none in (True, False):
+        watched = Watched(SGD)
+        for step in range(8):
+            if set_to_none:
+                loss = watched.model(torch.ones(1, 2)).square().sum()
+                watched.optimizers[0].zero_grad()
+                loss.backward()
+                watched.rounds.backward()
+            else:
+                watched.optimizers[0].zero_grad(set_to_none=False)
+                watched.backward()
+            if step % 2:
+                watched.optimizers[0].step()
+        assert watched.ended == 8
+    watched = Watched(SGD, SGD)
+    with pytest.warns(UserWarning, match=r"several backward passes.*ddp.no_sync") as caught:  # noqa: PT031
+        for step in range(12):
+            watched.backward()
+            if step % 3 == 2:
+                for optimizer in watched.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert len(caught) == 1
+
+
 def test_hooks_end_with_the_model() -> None:
     watched = Watched(SGD)
     optimizer, parameters = watched.optimizers[0], list(watched.model.parameters())
@@ -272,3 +314,44 @@ def test_hooks_end_with_the_model() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert watched.ended == 0
+
+
+def test_sparse_loco_is_a_diloco_that_prints_as_written() -> None:
+    config = SparseLoCo(period=8, warmup_steps=3)
+    assert isinstance(config, DiLoCo)
+    assert repr(config) == "SparseLoCo(period=8, warmup_steps=3)"
+    assert (config.period, config.warmup_steps) == (8, 3)
+    assert "LargestEntries(ratio=0.015625, block=4096, values='int2')), keep=0.95)" in describe(config)
+    assert config.outer_loop.tuning is None, "its outer optimizer is the plain mean, for any number of ranks"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"period": 0}, "period=0 must be a whole number"),
+        ({"period": 4, "ratio": 2}, "ratio=2 must be above 0"),
+        ({"period": 4, "keep": 0}, "keep=0 must be above 0"),
+        ({"period": 4, "overlap": 4}, "overlap=4 must be below period=4"),
+    ],
+)
+def test_bad_options_of_sparse_loco_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(thinwire.OptionError, match=message):
+        SparseLoCo(**options)
+
+
+def test_the_default_outer_optimizer_follows_the_number_of_ranks() -> None:
+    """Up to four ranks all alike. Beyond, lr / (1 - momentum) grows as sqrt(W)."""
+    loop = DiLoCo(4).outer_loop
+    assert loop.tuning is not None
+    for world_size in (1, 2, 4, 9, 64):
+        chosen = loop.tuning(world_size)
+        assert chosen["lr"] == 0.8
+        assert chosen["lr"] / (1 - chosen["momentum"]) == pytest.approx(0.8 * max(2, world_size**0.5))
+    assert DiLoCo(4, outer=partial(torch.optim.SGD, lr=0.7)).outer_loop.tuning is None
+
+
+def test_a_default_diloco_continues_from_states_of_version_0_1_only() -> None:
+    papers = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    assert list(DiLoCo(4).earlier_descriptions()) == [describe(DiLoCo(4, outer=papers))]
+    assert not DiLoCo(4, outer=papers).earlier_descriptions()
+    assert describe(DiLoCo(4)) != describe(DiLoCo(4, outer=papers)), "ranks that mix them must not agree"

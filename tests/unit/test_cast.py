@@ -42,5 +42,5 @@ def test_inf_and_nan_stay_what_they_are() -> None:
 
 
 def test_a_dtype_that_is_no_carrier_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"dtype=torch.int8 .* take torch.float16, torch.bfloat16"):
+    with pytest.raises(OptionError, match=r"dtype=torch.int8 .* use one of torch.float16, torch.bfloat16"):
         Cast(torch.int8)

@@ -18,6 +18,7 @@ from thinwire import (
     Exact,
     Float8,
     Gathered,
+    Int2,
     Int4,
     Int8,
     LargestEntries,
@@ -35,6 +36,7 @@ from thinwire import (
     SignBits,
     Steps,
     TopK,
+    TwoMagnitudes,
     TwoShot,
     Warmup,
 )
@@ -47,17 +49,19 @@ PRESETS = [
     Int8(stochastic=True),
     Int8(error_feedback=False),
     Int4(),
+    Int2(),
     thinwire.FP8(),
     thinwire.FP8("e5m2"),
     Sign(),
     TopK(0.1),
+    TopK(values="bf16", block=256),
     RandomK(0.25),
     ErrorFeedback(TwoShot(LargestEntries(ratio=0.1, block=64))),
     Warmup(Int8(), steps=2),
     Partition([("bias", Exact()), ("w*", Int4())], default=TopK()),
     ErrorFeedback(Partition([("bias", Exact())], default=TwoShot(SignBits()))),
     AcrossNodes(Int8(), node_size=2),
-    AcrossNodes(PowerSGD(rank=2, min_compression=1), node_size=2),
+    AcrossNodes(PowerSGD(rank=2, min_compression=1, warmup=0), node_size=2),
 ]
 
 
@@ -121,7 +125,7 @@ def test_sparse_entries_of_different_ranks_add_up_where_they_meet() -> None:
 
 
 @given(
-    st.sampled_from([Int8(), Int4(), Sign(keep=1.0), TopK(0.1), RandomK(0.2), thinwire.FP8()]),
+    st.sampled_from([Int8(), Int4(), Int2(), Sign(keep=1.0), TopK(0.1), RandomK(0.2), thinwire.FP8()]),
     st.integers(1, 5),
     st.integers(0, 99),
 )
@@ -144,7 +148,7 @@ def test_half_precision_gradients_have_a_float32_residual() -> None:
 
 
 def test_a_half_precision_residual_of_another_program_becomes_float32() -> None:
-    ranks = SimulatedRanks(PowerSGD(rank=1, min_compression=1), {"p": (8, 8)}, 2)
+    ranks = SimulatedRanks(PowerSGD(rank=1, min_compression=1, warmup=0), {"p": (8, 8)}, 2)
     gradients = [normal(rank, 64).bfloat16() for rank in range(2)]
     ranks.step(gradients)
     assert ranks.kept(0, RESIDUAL).dtype == torch.bfloat16
@@ -178,12 +182,19 @@ def test_bytes_are_what_the_codec_promises() -> None:
     for program, codec in [
         (Int8(), Quantize()),
         (Int4(), Quantize(bits=4, block=64)),
+        (Int2(), TwoMagnitudes()),
         (Sign(), SignBits(block=128)),
     ]:
         assert sent_by(program, 4, length) == pytest.approx(1.5 * length * codec.wire_bits / 8, rel=0.001)
-    assert sent_by(TopK(), 4, length) == pytest.approx(
-        3 * length * LargestEntries(block=1024).wire_bits / 8, rel=0.01
-    )
+    sparse = LargestEntries(ratio=1 / 16, block=4096, values="int2")
+    for ranks, encodings in (
+        (2, 1.0),
+        (4, 1.5),
+        (8, 1.75),
+    ):  # by Gathered, and from three ranks on by TwoShot
+        sent = encodings * length * sparse.wire_bits / 8
+        assert sent_by(TopK(), ranks, length) == pytest.approx(sent, rel=0.01)
+        assert sent_by(Gathered(sparse), ranks, length) == pytest.approx(sent * max(1, ranks / 2), rel=0.01)
     assert sent_by(RandomK(0.1), 4, length) == pytest.approx(1.5 * length * 3.2 / 8, rel=0.01)
 
 
@@ -197,7 +208,7 @@ class Silent:
 
 
 def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
-    with pytest.raises(ProgramError, match=r"Silent\(\) does not say what it failed to send"):
+    with pytest.raises(ProgramError, match=r"Silent\(\) returned no error to feed back"):
         SimulatedRanks(ErrorFeedback(Silent()), {"p": (4,)}, 1).step([torch.ones(4)])
 
 
@@ -208,19 +219,20 @@ def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
         (lambda: untyped.Int8(block=-1), "block=-1"),
         (lambda: untyped.FP8("e2m1"), "variant='e2m1'"),
         (lambda: untyped.Sign(keep=0), "keep=0 must be above 0"),
+        (lambda: untyped.Int2(block=6), "block=6 .* a multiple of 4"),
         (lambda: untyped.Reduced(Quantize()), r"codec=Quantize\(.* cannot be summed: use TwoShot"),
         (
             lambda: untyped.TwoShot(Int8()),
-            r"codec=ErrorFeedback\(.* is no codec: .* Int8\(\) and its like are whole",
+            r"codec=Int8\(\) is not a codec: .* Int8\(\) and other presets are complete",
         ),
-        (lambda: untyped.Gathered("int8"), "codec='int8' is no codec"),
-        (lambda: untyped.Reduced(Quantize), "is no codec: give an instance"),
+        (lambda: untyped.Gathered("int8"), "codec='int8' is not a codec"),
+        (lambda: untyped.Reduced(Quantize), "is not a codec: give an instance"),
         (
             lambda: untyped.ErrorFeedback(Quantize()),
             r"program=Quantize\(.* is not a program: .* TwoShot\(codec\)",
         ),
-        (lambda: untyped.ErrorFeedback(Int8()), "makes up for its errors itself"),
-        (lambda: untyped.ErrorFeedback(PowerSGD()), "makes up for its errors itself"),
+        (lambda: untyped.ErrorFeedback(Int8()), "feeds back its own error already"),
+        (lambda: untyped.ErrorFeedback(PowerSGD()), "feeds back its own error already"),
         (lambda: untyped.ErrorFeedback(AcrossNodes(Exact(), node_size=1)), r"AcrossNodes\(ErrorFeedback"),
         (lambda: untyped.ErrorFeedback(Exact(), keep="0.5"), "keep='0.5' must be"),
         (lambda: untyped.Warmup(Exact, steps=1), "is not a program: give an instance"),

@@ -9,7 +9,7 @@ import pytest
 from thinwire import OptionError, StateError
 from thinwire.bench import grid as grid_module
 from thinwire.bench import real
-from thinwire.bench.grid import Grid, run_grid
+from thinwire.bench.grid import Grid, cause_of, run_grid
 from thinwire.bench.results import Cell, Track
 from thinwire.errors import LabError
 
@@ -31,7 +31,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         return Cell(grid.workload, hosts, link, f"{hosts} hosts at {link}", 10**9, 7, TRACKS)
 
     monkeypatch.setattr(grid_module, "_measure", measure)
-    monkeypatch.setattr(grid_module, "_run", lambda *args: {"memory": [1, 2, 3]})
+    monkeypatch.setattr(
+        grid_module,
+        "_run",
+        lambda hosts, task, *args: {"losses": [task.seed + 0.1, task.seed + 0.2, 0.0], "memory": [1, 2, 3]},
+    )
     return cells
 
 
@@ -53,6 +57,14 @@ def test_finished_cells_are_not_measured_again(tmp_path: Path, measured: list[tu
     assert [track["peak_memory"] for track in cells[0]["tracks"]] == [1, 2, 3]
 
 
+def test_further_seeds_are_trained_once_for_all_links(
+    tmp_path: Path, measured: list[tuple[int, str]]
+) -> None:
+    cells = run(tmp_path / "b.json", "1gbit,3gbit", seeds=3)
+    for cell in cells:
+        assert [track["seed_losses"] for track in cell["tracks"]] == [[1.1, 2.1], [1.2, 2.2], [0.0, 0.0]]
+
+
 def test_a_cell_that_failed_is_kept_and_tried_again(tmp_path: Path, measured: list[tuple[int, str]]) -> None:
     path = tmp_path / "b.json"
     first, second = run(path, "2gbit,1gbit")
@@ -68,10 +80,10 @@ def test_other_settings_or_threads_are_not_mixed(
 ) -> None:
     path = tmp_path / "b.json"
     run(path, "1gbit")
-    with pytest.raises(StateError, match="another steps"):
+    with pytest.raises(StateError, match="differs in steps"):
         run(path, "1gbit", steps=9)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with pytest.raises(StateError, match="another threads per rank"):
+    with pytest.raises(StateError, match="differs in threads per rank"):
         run(path, "1gbit")
     run(path, "1gbit", fresh=True)
     assert len(measured) == 2
@@ -91,3 +103,13 @@ def test_a_real_network_needs_two_ranks_and_a_free_place(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(StateError, match="exists: choose another --out"):
         real.run_here(grid, path, "", fresh=False, on_round=lambda *_: None)
+
+
+def test_a_lost_connection_is_not_the_cause_where_a_host_failed_by_itself() -> None:
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1"
+    wire = "WireError: No word from rank 1 within 30 s"
+    own = "ValueError: the data of rank 1 ended"
+    for errors in ({0: lost, 1: own, 2: wire}, {2: wire, 1: own, 0: lost}):
+        assert cause_of(errors) == f"host 1: {own}", "whichever was read first"
+    assert cause_of({2: wire, 0: lost}) == f"host 0: {lost}"
+    assert cause_of({}) == ""

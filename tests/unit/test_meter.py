@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from thinwire import AllGather, AllReduce
-from thinwire.wire.meter import Meter, OpRecord, StepTrace, _covered
+from thinwire.engine.meter import MODELS, Meter, OpRecord, StepTrace, _covered
 
 
 def interval(issued: float, ended: float | None) -> OpRecord:
@@ -42,5 +43,26 @@ def test_totals_outlive_the_history() -> None:
 
 def test_times_that_cannot_be_known_are_none() -> None:
     record = StepTrace(0, rank=0, size=1).finish(1.0, timed=False)
-    assert record.exposed_seconds is record.wire_seconds is record.compute_seconds is None
+    assert record.exposed_seconds is record.wire_seconds is record.encode_seconds is None
     assert Meter(history=1).snapshot().last is None
+
+
+def test_an_overflow_is_a_fact_of_its_record() -> None:
+    meter = Meter()
+    for step in range(3):
+        meter.add(StepTrace(step, rank=0, size=2).finish(0.0, timed=True))
+    meter.add(StepTrace(2, rank=0, size=2, purpose=MODELS).finish(0.0, timed=True))
+    meter.overflowed()
+    stats = meter.snapshot()
+    assert [record.overflowed for record in stats.records] == [False, False, True, False]
+    assert (stats.overflows, stats.steps, stats.exchanges) == (1, 3, 4)
+
+
+def test_the_former_name_of_encode_seconds_still_works() -> None:
+    meter = Meter()
+    record = StepTrace(0, rank=0, size=2).finish(0.0, timed=True)
+    meter.add(record)
+    with pytest.warns(DeprecationWarning, match="is now encode_seconds"):
+        assert record.compute_seconds == record.encode_seconds
+    with pytest.warns(DeprecationWarning, match="is now encode_seconds"):
+        assert meter.snapshot().compute_seconds == meter.snapshot().encode_seconds

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import OptionError
+from thinwire.lab.checks import network
+from thinwire.lab.interfaces import VARIABLE, Interface, default_route, gloo_interface, interfaces
 from thinwire.lab.network import Link, plan
 from thinwire.lab.rate import parse_rate, show_rate
 
@@ -77,3 +79,47 @@ def test_delay_and_loss_stand_before_the_rate() -> None:
     assert "root handle 1: netem" in netem
     assert "delay 20ms loss 0.5%" in netem
     assert "parent 1: tbf" in tbf
+
+
+ETHERNET, WIRELESS, LOOPBACK = (
+    Interface("eth0", "10.0.0.5", 1000),
+    Interface("wlan0", "192.168.0.5", None),
+    Interface("lo", "127.0.0.1", None),
+)
+
+
+@pytest.mark.parametrize(
+    ("up", "route", "named", "ok", "said"),
+    [
+        ([ETHERNET, LOOPBACK], "eth0", "eth0", True, "Gloo uses eth0, 10.0.0.5, 1000 Mbit/s by"),
+        ([ETHERNET, WIRELESS, LOOPBACK], "eth0", "wlan0", False, "but the default route is eth0"),
+        ([ETHERNET, WIRELESS, LOOPBACK], "eth0", "eth0", True, "eth0"),
+        ([ETHERNET, LOOPBACK], "eth0", "lo", False, "which other hosts cannot reach"),
+        ([ETHERNET, LOOPBACK], "eth0", "eth7", False, "Gloo finds no interface by"),
+        ([LOOPBACK], None, "lo", True, "speed unknown"),
+    ],
+)
+def test_doctor_warns_where_gloo_may_use_the_wrong_interface(
+    up: list[Interface], route: str | None, named: str, ok: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, named)
+    finding = network(up, route)
+    assert finding.ok is ok
+    assert said in finding.detail
+    assert finding.ok or f"export {VARIABLE}=" in finding.remedy
+
+
+def test_the_host_name_decides_where_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    address = [(2, 1, 6, "", ("10.0.0.5", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: address)
+    both = [ETHERNET, WIRELESS, LOOPBACK]
+    assert gloo_interface(both)[0] is ETHERNET
+    assert "wlan0 is up too" in network(both, "eth0").detail
+    address[0] = (2, 1, 6, "", ("127.0.1.1", 0))
+    assert gloo_interface(both)[0] is LOOPBACK
+
+
+def test_this_host_has_a_loopback_interface() -> None:
+    assert any(one.name == "lo" and one.address == "127.0.0.1" for one in interfaces())
+    assert default_route() is None or default_route() in {one.name for one in interfaces()}

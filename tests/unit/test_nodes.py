@@ -48,7 +48,7 @@ def test_node_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AcrossNodes(Exact()).node_size == 8
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(
-        OptionError, match=r"node_size=None .* LOCAL_WORLD_SIZE, which torchrun sets, is not there"
+        OptionError, match=r"node_size=None .* LOCAL_WORLD_SIZE, which torchrun sets, is not in"
     ):
         AcrossNodes(Exact())
     with pytest.raises(OptionError, match="node_size=0 must be a whole number of ranks"):

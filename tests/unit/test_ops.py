@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from thinwire import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ProgramError, Reduce, ReduceScatter
-from thinwire.wire.ops import Collective
+from thinwire.engine.ops import Collective
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])

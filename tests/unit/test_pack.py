@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.wire.pack import pack, unpack
+from thinwire.engine.pack import pack, unpack
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6)
 

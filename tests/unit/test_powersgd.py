@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import Bucket, Memory, OptionError, PowerSGD, Warmup
-from thinwire.programs.powersgd import orthonormal
-from thinwire.wire.simulate import Simulation, simulate
+from thinwire.engine.simulate import Simulation, simulate
+from thinwire.programs.lowrank import orthonormal
 
 SHAPES = {
     "w": (12, 9),
@@ -70,15 +70,20 @@ class Ranks:
         return means[0]
 
     def run(self, gradients: list[dict[str, torch.Tensor]]) -> Simulation:
-        programs = []
-        for rank, (own, memory) in enumerate(zip(gradients, self.memories, strict=True)):
+        programs, staged = [], [memory.staged() for memory in self.memories]
+        for rank, (own, memory) in enumerate(zip(gradients, staged, strict=True)):
             flat = [torch.cat([own[name].flatten() for name in names]) for names in self.buckets]
             buckets = [
                 self.bucket(n, f, i, rank) for i, (n, f) in enumerate(zip(self.buckets, flat, strict=True))
             ]
             programs.append([self.program(bucket, memory) for bucket in buckets])
         self.step += 1
-        return simulate(programs)
+        simulation = simulate(programs)
+        # As in training: a step with a mean that is not finite is rolled back.
+        if all(outcome.mean.isfinite().all() for results in simulation.results for outcome in results):
+            for memory in staged:
+                memory.commit()
+        return simulation
 
     def bucket(self, names: list[str], flat: torch.Tensor, index: int, rank: int) -> Bucket:
         shapes = tuple(self.shapes[name] for name in names)
@@ -105,7 +110,7 @@ def mean_of(gradients: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor
 )
 def test_nothing_is_lost(world_size: int, buckets: int, **options: Any) -> None:
     """All that was received, and what is still remembered, is all that was given."""
-    ranks = Ranks(PowerSGD(min_compression=1, **options), world_size, buckets=buckets)
+    ranks = Ranks(PowerSGD(min_compression=1, warmup=0, **options), world_size, buckets=buckets)
     given, received = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     for seed in range(4):
         gradients = ranks.gradients(seed)
@@ -128,7 +133,7 @@ def low_rank(n: int, m: int, rank: int, seed: int) -> torch.Tensor:
 
 @given(st.integers(1, 4), st.integers(0, 10**6))
 def test_a_matrix_of_no_higher_rank_arrives_exactly(rank: int, seed: int) -> None:
-    ranks = Ranks(PowerSGD(rank=rank, min_compression=0.1), 1, {"w": (30, 20)}, torch.float64)
+    ranks = Ranks(PowerSGD(rank=rank, min_compression=0.1, warmup=0), 1, {"w": (30, 20)}, torch.float64)
     matrix = low_rank(30, 20, rank, seed)
     mean = ranks.average([{"w": matrix}])
     torch.testing.assert_close(mean["w"], matrix, rtol=1e-6, atol=1e-6)
@@ -137,7 +142,7 @@ def test_a_matrix_of_no_higher_rank_arrives_exactly(rank: int, seed: int) -> Non
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 10**6))
 def test_the_error_is_near_that_of_the_best_truncation(rank: int, world_size: int, seed: int) -> None:
     """One step is at most that far off; a few warm steps on the same gradient reach the SVD's error."""
-    program = PowerSGD(rank=rank, min_compression=0.1, error_feedback=False)
+    program = PowerSGD(rank=rank, min_compression=0.1, error_feedback=False, warmup=0)
     ranks = Ranks(program, world_size, {"w": (30, 20)}, torch.float64)
     left, right = (torch.linalg.qr(low_rank(size, size, size, seed))[0][:, :20] for size in (30, 20))
     gradients = ranks.gradients(seed)
@@ -153,7 +158,7 @@ def test_the_error_is_near_that_of_the_best_truncation(rank: int, world_size: in
 
 
 def test_without_warm_start_every_step_begins_anew() -> None:
-    ranks = Ranks(PowerSGD(rank=1, min_compression=1, warm_start=False, error_feedback=False), 2)
+    ranks = Ranks(PowerSGD(rank=1, min_compression=1, warm_start=False, error_feedback=False, warmup=0), 2)
     gradients = ranks.gradients(0)
     first, second = ranks.average(gradients), ranks.average(gradients)
     assert not torch.equal(first["w"], second["w"])
@@ -164,7 +169,7 @@ def test_without_warm_start_every_step_begins_anew() -> None:
 def test_both_residuals_train_the_same(rank: int, world_size: int, flatten: bool) -> None:
     runs = [
         Ranks(
-            PowerSGD(rank=rank, min_compression=1, residual=kind, flatten=flatten),
+            PowerSGD(rank=rank, min_compression=1, residual=kind, flatten=flatten, warmup=0),
             world_size,
             dtype=torch.float64,
         )
@@ -180,7 +185,7 @@ def test_both_residuals_train_the_same(rank: int, world_size: int, flatten: bool
 def test_many_buckets_give_what_one_gives(buckets: int) -> None:
     """Compression is by matrix and state by name, so the bucket does not matter."""
     one, many = (
-        Ranks(PowerSGD(rank=2, min_compression=1), 3, buckets=count, dtype=torch.float64)
+        Ranks(PowerSGD(rank=2, min_compression=1, warmup=0), 3, buckets=count, dtype=torch.float64)
         for count in (1, buckets)
     )
     for seed in range(4):
@@ -190,7 +195,9 @@ def test_many_buckets_give_what_one_gives(buckets: int) -> None:
 
 
 def test_rebuilt_buckets_lose_nothing() -> None:
-    steady, rebuilt = (Ranks(PowerSGD(rank=2, min_compression=1), 2, dtype=torch.float64) for _ in range(2))
+    steady, rebuilt = (
+        Ranks(PowerSGD(rank=2, min_compression=1, warmup=0), 2, dtype=torch.float64) for _ in range(2)
+    )
     for seed in range(4):
         if seed == 2:
             rebuilt.buckets = [["bias", "conv"], ["v", "w", "none"], ["scalar", "tall"]]
@@ -211,7 +218,7 @@ def test_degenerate_matrices_never_give_a_nan(dtype: torch.dtype, flatten: bool,
         "one": (1, 1),
         "tiny": (5, 5),
     }
-    program = PowerSGD(rank=rank, min_compression=0.01, flatten=flatten)
+    program = PowerSGD(rank=rank, min_compression=0.01, flatten=flatten, warmup=0)
     ranks = Ranks(program, 3, shapes, dtype)
     for seed in range(3):
         gradients = ranks.gradients(seed)
@@ -225,7 +232,9 @@ def test_degenerate_matrices_never_give_a_nan(dtype: torch.dtype, flatten: bool,
 
 
 def test_a_gradient_that_was_zero_is_followed_again() -> None:
-    ranks = Ranks(PowerSGD(rank=2, min_compression=1, error_feedback=False), 2, {"w": (12, 9)}, torch.float64)
+    ranks = Ranks(
+        PowerSGD(rank=2, min_compression=1, error_feedback=False, warmup=0), 2, {"w": (12, 9)}, torch.float64
+    )
     for _ in range(3):
         ranks.average([{"w": torch.zeros(12, 9, dtype=torch.float64)}] * 2)
     matrix = low_rank(12, 9, 2, 0)
@@ -240,7 +249,7 @@ def test_a_gradient_that_was_zero_is_followed_again() -> None:
     "options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}, {"residual": "sent"}], ids=str
 )
 def test_an_overflow_reaches_ddp_and_leaves_no_trace(bad: float, place: str, options: dict[str, Any]) -> None:
-    clean, hurt = (Ranks(PowerSGD(rank=2, min_compression=1, **options), 3) for _ in range(2))
+    clean, hurt = (Ranks(PowerSGD(rank=2, min_compression=1, warmup=0, **options), 3) for _ in range(2))
     for seed in range(2):
         clean.average(clean.gradients(seed))
         hurt.average(hurt.gradients(seed))
@@ -272,26 +281,26 @@ def collectives(program: PowerSGD, shapes: dict[str, tuple[int, ...]] = SHAPES) 
 
 
 def test_two_collectives_that_carry_the_factors_and_all_else() -> None:
-    program = PowerSGD(rank=2, min_compression=1)
+    program = PowerSGD(rank=2, min_compression=1, warmup=0)
     first, second = collectives(program)
     compressed = [(12, 9), (12, 9), (20, 4), (6, 12)]
     assert first.numel() == 2 * sum(n for n, _ in compressed) + 7 + 1
     assert second.numel() == 2 * sum(m for _, m in compressed)
     assert first.numel() + second.numel() == sum(program.numbers_sent(torch.Size(s)) for s in SHAPES.values())
-    halves = collectives(PowerSGD(rank=2, min_compression=1, factor_dtype="bf16"))
+    halves = collectives(PowerSGD(rank=2, min_compression=1, factor_dtype="bf16", warmup=0))
     assert [tensor.dtype for tensor in halves] == [torch.bfloat16] * 2
     assert [tensor.numel() for tensor in halves] == [first.numel(), second.numel()]
 
 
 def test_a_bucket_with_nothing_to_compress_takes_one_collective() -> None:
-    (only,) = collectives(PowerSGD(rank=4), {"bias": (7,), "small": (3, 3)})
+    (only,) = collectives(PowerSGD(rank=4, warmup=0), {"bias": (7,), "small": (3, 3)})
     assert only.numel() == 16
 
 
 def test_a_matrix_not_worth_it_travels_as_it_is() -> None:
     """(n + m) rank min_compression < n m decides, as in torch."""
-    assert PowerSGD(rank=1, min_compression=2).numbers_sent(torch.Size((4, 4))) == 16
-    assert PowerSGD(rank=1, min_compression=1.9).numbers_sent(torch.Size((4, 4))) == 8
+    assert PowerSGD(rank=1, min_compression=2, warmup=0).numbers_sent(torch.Size((4, 4))) == 16
+    assert PowerSGD(rank=1, min_compression=1.9, warmup=0).numbers_sent(torch.Size((4, 4))) == 8
 
 
 def straight_line(
@@ -311,7 +320,7 @@ def straight_line(
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_the_batched_form_is_what_its_formula_says(rank: int, world_size: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {"a": (11, 7), "b": (5,), "c": (3, 3)}
-    program = PowerSGD(rank=rank, min_compression=0.1, flatten=True)
+    program = PowerSGD(rank=rank, min_compression=0.1, flatten=True, warmup=0)
     ranks = Ranks(program, world_size, shapes, torch.float64)
     n = math.isqrt(11 * 7 + 5 + 9)
     q = torch.empty(0)
@@ -349,6 +358,7 @@ def test_a_basis_is_orthonormal_whatever_it_is_made_from(
         ({"min_compression": 0}, "min_compression=0 must be positive"),
         ({"residual": "none"}, "residual='none' must be"),
         ({"factor_dtype": "int8"}, "factor_dtype='int8' must be"),
+        ({"warmup": -1}, "warmup=-1 must be a whole number"),
     ],
 )
 def test_bad_options_are_errors(options: dict[str, Any], message: str) -> None:
@@ -357,7 +367,7 @@ def test_bad_options_are_errors(options: dict[str, Any], message: str) -> None:
 
 
 def test_warm_up_is_exact_first_and_then_the_program() -> None:
-    ranks = Ranks(Warmup(PowerSGD(rank=1, min_compression=1), steps=2), 2)
+    ranks = Ranks(Warmup(PowerSGD(rank=1, min_compression=1, warmup=0), steps=2), 2)
     for seed in range(3):
         gradients = ranks.gradients(seed)
         mean = ranks.average(gradients)
@@ -365,3 +375,36 @@ def test_warm_up_is_exact_first_and_then_the_program() -> None:
         assert exact is (seed < 2)
     with pytest.raises(OptionError, match="steps=-1"):
         Warmup(PowerSGD(), steps=-1)
+
+
+def apart(mean: dict[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]], name: str) -> float:
+    exact = mean_of(gradients, name)
+    return float((mean[name] - exact).norm() / exact.norm())
+
+
+def test_the_warm_up_is_close_and_leaves_a_basis_for_the_first_low_rank_step() -> None:
+    """Of a matrix whose directions differ little in size, one iteration from chance finds a worse basis."""
+    cold, warm = (Ranks(PowerSGD(rank=4, warmup=steps), 2, {"w": (48, 40)}) for steps in (0, 6))
+    directions = torch.linalg.qr(torch.randn(48, 40, generator=torch.Generator().manual_seed(1)))[0]
+    gradients = [{"w": directions * 0.8 ** torch.arange(40.0)}] * 2
+    first = apart(cold.average(gradients), gradients, "w")
+    for _ in range(6):
+        assert apart(warm.average(gradients), gradients, "w") < 0.25
+    corrected = [{"w": gradients[0]["w"] + warm.residual("w")}] * 2
+    assert apart(warm.average(gradients), corrected, "w") < 0.95 * first
+
+
+@pytest.mark.parametrize("options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}], ids=str)
+def test_nothing_is_lost_where_the_warm_up_ends(options: dict[str, Any]) -> None:
+    """What was applied, and the residual that is left, are all that was given."""
+    ranks = Ranks(PowerSGD(rank=1, min_compression=1, warmup=3, **options), 2, dtype=torch.float64)
+    given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    applied = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+    for seed in range(6):
+        gradients = ranks.gradients(seed)
+        for name in SHAPES:
+            given[name] += mean_of(gradients, name)
+        for name, mean in ranks.average(gradients).items():
+            applied[name] += mean
+    left = torch.stack([ranks.memories[rank].state_dict()["w"]["residual"] for rank in range(2)]).mean(0)
+    torch.testing.assert_close(applied["w"] + left, given["w"], atol=1e-4, rtol=1e-4)

@@ -1,5 +1,6 @@
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -7,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+import thinwire
 from thinwire import BF16, FP16, AllReduce, Bucket, Exact, Memory, OptionError, Outcome, Program, Steps
-from thinwire.programs.program import describe
-from thinwire.wire.simulate import simulate
+from thinwire.engine.agreement import Described, shown
+from thinwire.engine.simulate import simulate
+from thinwire.programs.naming import describe, short
+from thinwire.programs.program import check_outcome, require_program
+from thinwire.programs.rules import exceptions_of
+from thinwire.strategies.gradients import Gradients, given_of
+from thinwire.strategies.schedule import Plan
 
 vectors: SearchStrategy[list[list[float]]] = st.integers(1, 9).flatmap(
     lambda length: st.lists(
@@ -100,3 +107,195 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
 
     with pytest.raises(OptionError, match=r"does not show its options, .* frozen dataclass"):
         describe(Opaque())
+
+
+@pytest.mark.parametrize("maker", [thinwire.Int8, thinwire.BF16, thinwire.TopK, thinwire.PowerSGD, Exact])
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda maker: require_program(maker),
+        lambda maker: thinwire.Warmup(maker, steps=3),
+        lambda maker: thinwire.ErrorFeedback(maker),
+        lambda maker: thinwire.AcrossNodes(maker, node_size=1),
+        lambda maker: thinwire.Partition([("w", maker)]),
+        lambda maker: thinwire.Partition([("w", Exact())], default=maker),
+        lambda maker: thinwire.DiLoCo(4, program=maker),
+        lambda maker: thinwire.ZeRO(maker),
+        lambda maker: thinwire.Schedule({0: Exact(), 5: maker}),
+    ],
+)
+def test_what_makes_a_program_is_refused_at_once(maker: Any, give: Any) -> None:
+    with pytest.raises(OptionError, match=rf"give an instance by calling it, {maker.__name__}\(\)"):
+        give(maker)
+
+
+def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
+    def plain(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        return (yield from Exact()(bucket, memory))
+
+    def with_options(bucket: Bucket, memory: Memory, *, factor: float = 1) -> Steps[Outcome]:
+        return (yield from plain(bucket, memory))
+
+    for program in (
+        plain,
+        with_options,
+        functools.partial(with_options, factor=2),
+        Exact(),
+        Exact().__call__,
+    ):
+        require_program(program)
+        thinwire.Schedule({0: program})
+    with pytest.raises(OptionError, match=r"a program of your own takes \(bucket, memory\)"):
+        require_program(lambda bucket: None)
+
+
+def scaled(factor: float, by: object = None) -> Program:
+    """A program from a factory."""
+    calls = 0
+
+    def program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        nonlocal calls
+        calls += 1
+        outcome = yield from Exact()(bucket, memory)
+        return Outcome(outcome.mean * factor if by is None else outcome.mean)
+
+    return program
+
+
+def test_functions_are_described_by_name_and_by_what_they_close_over() -> None:
+    name = "scaled.<locals>.program"
+    program = scaled(2.0)
+    assert describe(program) == f"{name}(by=None, factor=2.0)"
+    average(program, [torch.ones(2)])
+    assert describe(program) == f"{name}(by=None, factor=2.0)", "the count of its calls is no option"
+    assert describe(scaled(2.0, object())) == f"{name}(factor=2.0)"
+    nested = [("w", thinwire.Warmup(scaled(3.0), steps=1)), ("v", functools.partial(scaled(4.0)))]
+    assert describe(nested) == (
+        f"[('w', Warmup(program={name}(by=None, factor=3.0), steps=1)),"
+        f" ('v', functools.partial({name}(by=None, factor=4.0)))]"
+    )
+
+
+def of_rank(rank: Any = None, low_rank: Any = None, **others: Any) -> Any:
+    local_rank, node_rank = others.get("local_rank"), others.get("node_rank")
+
+    def program(bucket: Bucket, memory: Memory, factor: float = 1.0, *, keep: Any = 1) -> Steps[Outcome]:
+        used = (rank, low_rank, local_rank, node_rank, factor, keep)
+        assert used
+        return (yield from Exact()(bucket, memory))
+
+    return program
+
+
+def test_ranks_are_left_out_of_a_description_and_options_that_sound_like_ranks_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    every = "local_rank=1, low_rank=4, node_rank=0, rank=3, factor=1.0, keep=1"
+    program = of_rank(3, 4, local_rank=1, node_rank=0)
+    assert describe(program) == f"of_rank.<locals>.program({every})"
+    for variable, value in {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(variable, value)
+    assert describe(program) == "of_rank.<locals>.program(low_rank=4, factor=1.0, keep=1)"
+    assert "rank=4.0" in describe(of_rank(4.0)), "a number of columns, say"
+    assert "rank=2" in describe(of_rank(2)), "another process's"
+
+
+def test_default_arguments_are_options() -> None:
+    thing = object()
+
+    def made(factor: float, block: int) -> Any:
+        def program(
+            bucket: Bucket, memory: Memory, by: float = factor, *, size: int = block, held: Any = thing
+        ) -> Steps[Outcome]:
+            return (yield from Exact()(bucket, memory))
+
+        return program
+
+    assert describe(made(2.0, 8)).endswith("program(by=2.0, size=8)")
+    assert describe(made(2.0, 8)) != describe(made(4.0, 8))
+    assert describe(made(2.0, 8)) != describe(made(2.0, 4))
+
+
+def test_two_functions_of_one_factory_are_two_programs() -> None:
+    kept = object()
+    one, other, default = scaled(2.0, kept), scaled(2.0, kept), Exact()
+    shapes = {"a": (2, 2), "b": (2, 2), "c": (2, 2), "d": (2, 2)}
+    rules = [("a", one), ("b", other), ("c", one)]
+    assert exceptions_of(rules, default, shapes) == {"a": one, "b": other, "c": one}
+    wrapped = [
+        ("a", thinwire.Warmup(one, 1)),
+        ("b", thinwire.Warmup(other, 1)),
+        ("c", thinwire.Warmup(one, 1)),
+    ]
+    a, b, c = exceptions_of(wrapped, default, shapes).values()
+    assert a is c
+    assert a is not b
+
+
+def test_a_state_resumes_the_stage_that_was_running_among_those_that_look_alike() -> None:
+    kept = object()
+    one, other = scaled(2.0, kept), scaled(2.0, kept)
+    plan = Plan(thinwire.Schedule({0: one, 5: other}))
+    first, second = plan.saved(describe(one), 3), plan.saved(describe(one), 7)
+    assert first is not None
+    assert given_of(first) is one
+    assert second is not None
+    assert given_of(second) is other
+    assert plan.saved("Exact()", 7) is None
+
+
+def test_states_of_earlier_versions_name_their_program() -> None:
+    old = thinwire.ErrorFeedback(thinwire.Gathered(thinwire.LargestEntries(ratio=0.01, block=1024)))
+    for now, before in (
+        (thinwire.TopK(), old),
+        (thinwire.TopK(ratio=0.01), old),
+        (thinwire.Warmup(thinwire.TopK(), steps=3), thinwire.Warmup(old, steps=3)),
+        (thinwire.DiLoCo(4, program=thinwire.TopK()), thinwire.DiLoCo(4, program=old)),
+    ):
+        assert describe(now) != describe(before)
+        plan = Plan(now)
+        known = plan.known("warn")
+        assert given_of(known[describe(before)]) is now
+        assert plan.saved(describe(before), 0) is known[describe(before)]
+        assert list(known)[-1] == describe(now)
+    assert list(Plan(thinwire.Int8()).known("warn")) == [describe(thinwire.Int8())]
+
+
+@pytest.mark.parametrize(
+    ("thing", "text"),
+    [
+        (thinwire.Int8(), "Int8()"),
+        (Gradients(thinwire.Int4(block=32)), "Int4(block=32)"),
+        ([("bias", thinwire.Int8())], "[('bias', Int8())]"),
+        ((1, None, thinwire.Int8()), "(1, None, Int8())"),
+        ((thinwire.TopK(0.5),), "(TopK(ratio=0.5),)"),
+        ({"a": thinwire.Sign()}, "{'a': Sign()}"),
+    ],
+)
+def test_the_short_text_is_what_the_user_wrote_however_deep(thing: object, text: str) -> None:
+    assert short(thing) == text
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=2), st.text(max_size=1)), min_size=2, max_size=4, unique_by=lambda t: t[0]
+    )
+)
+def test_different_values_are_shown_as_written_unless_that_hides_the_difference(
+    pairs: list[tuple[str, str]],
+) -> None:
+    texts = shown([Described(*pair) for pair in pairs])
+    assert len(set(texts)) == len(texts), "different values look equal"
+    if len({written for _, written in pairs}) == len(pairs):
+        assert texts == [written for _, written in pairs]
+
+
+def test_errors_of_programs_show_what_the_user_wrote() -> None:
+    buffer = torch.zeros(4)
+    bucket = Bucket(0, buffer, ("w",), (torch.Size((4,)),), 0, 1, 0)
+    with pytest.raises(thinwire.ProgramError, match=r"^Int8\(\) returned a Tensor"):
+        check_outcome(thinwire.Int8(), buffer, bucket)
+    with pytest.raises(thinwire.ProgramError, match=r"^Int8\(\) returned a mean of"):
+        check_outcome(thinwire.Int8(), Outcome(buffer[:2]), bucket)

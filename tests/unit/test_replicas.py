@@ -4,8 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import DriftError
-from thinwire.programs.replicas import compare_replicas, fingerprint, fingerprints
-from thinwire.wire.simulate import simulate
+from thinwire.engine.simulate import simulate
+from thinwire.monitors.replicas import (
+    check_replicas,
+    compare_replicas,
+    fingerprint,
+    fingerprints,
+    gather_fingerprints,
+)
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
 
@@ -42,7 +48,7 @@ def test_the_first_drifted_parameter_is_named() -> None:
     good = [torch.ones(3), torch.zeros(2), torch.zeros(1)]
     bad = [torch.ones(3), torch.ones(2), torch.ones(1)]
     names = ["a", "b", "c"]
-    ranks = [[compare_replicas(names, fingerprints(model), 12, active=True)] for model in (good, good, bad)]
+    ranks = [[compare_replicas(names, fingerprints(model), 12)] for model in (good, good, bad)]
     with pytest.raises(DriftError, match=r"step 12 parameter 'b' on rank 2 .*2 of 3 parameters differ"):
         simulate(ranks)
 
@@ -51,11 +57,12 @@ def test_ranks_that_ran_out_of_inputs_are_not_compared() -> None:
     joined, good, bad = [torch.zeros(2)], [torch.ones(2)], [torch.zeros(2)]
     for third, drifts in ((good, False), (bad, True)):
         ranks = [
-            [compare_replicas(["w"], fingerprints(model), 3, active=active)]
+            [gather_fingerprints(fingerprints(model), active)]
             for model, active in ((joined, False), (good, True), (third, True))
         ]
-        if drifts:
-            with pytest.raises(DriftError, match="'w' on rank 2 is not what rank 1 holds"):
-                simulate(ranks)
-        else:
-            simulate(ranks)
+        for (gathered,) in simulate(ranks).results:
+            if drifts:
+                with pytest.raises(DriftError, match="'w' on rank 2 differs from that on rank 1"):
+                    check_replicas(["w"], gathered, 3)
+            else:
+                check_replicas(["w"], gathered, 3)

@@ -47,6 +47,8 @@ def test_the_file_is_plain_json_with_a_summary(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"steps": 3}, "steps=3 must be at least 8"),
+        ({"programs": ("LocalSGD(period=4)",)}, r"steps=8 is too few for LocalSGD.* use --steps 11"),
+        ({"seeds": 0}, "seeds=0 must be at least 1"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
         ({"bucket_mb": float("nan")}, "bucket_mb=nan must be positive"),
         ({"hosts": (1,)}, "hosts=1 must be from 2"),

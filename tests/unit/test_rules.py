@@ -7,7 +7,7 @@ import torch
 
 import thinwire
 from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Size
-from thinwire.explain import explain
+from thinwire.programs.explain import explain, explain_buckets
 from thinwire.programs.rules import check_used, checked_rules, choose, exceptions_of
 
 SHAPES = {
@@ -101,7 +101,7 @@ def test_rules_that_nobody_follows_are_refused() -> None:
         thinwire.OptionError, match=r"'head\.\*' is never used: it fits no parameter .* embed"
     ):
         check_used([("head.*", Exact())], SHAPES)
-    with pytest.raises(thinwire.OptionError, match="earlier rules take all it fits"):
+    with pytest.raises(thinwire.OptionError, match="earlier rules fit all its parameters"):
         check_used([("*.weight", Exact()), (Size(at_least=800), Exact())], SHAPES)
 
 
@@ -110,18 +110,24 @@ def test_the_table_says_what_and_why() -> None:
     text = explain(program, choose([("embed.*", BF16()), (Size(below=2), Int8())], program, SHAPES), SHAPES)
     assert text == "\n".join(
         [
-            "parameter     shape       program                                             because",
-            "embed.weight  100 x 8     Reduced(Cast(dtype=torch.bfloat16))                 rule 'embed.*'",
-            "norm.weight   8           Exact()                                             "
-            "1-D tensors are exact unless a rule says otherwise",
-            "fc.weight     8 x 8       ErrorFeedback(TwoShot(Quantize(bits=4, block=64)))  what was attached",
-            "fc.bias       8           Exact()                                             "
-            "1-D tensors are exact unless a rule says otherwise",
-            "scale         one number  ErrorFeedback(TwoShot(Quantize()))                  below 2 numbers",
+            "parameter     shape    program  because",
+            "embed.weight  100 x 8  BF16()   rule 'embed.*'",
+            "norm.weight   8        Exact()  1-D tensors are exact unless a rule says otherwise",
+            "fc.weight     8 x 8    Int4()   given to attach",
+            "fc.bias       8        Exact()  1-D tensors are exact unless a rule says otherwise",
+            "scale         scalar   Int8()   below 2 numbers",
             "",
-            "Reduced(Cast(dtype=torch.bfloat16)): 1 of 5 parameters, 90.81% of numbers",
+            "BF16(): 1 of 5 parameters, 90.81% of numbers",
             "Exact(): 2 of 5 parameters, 1.82% of numbers",
-            "ErrorFeedback(TwoShot(Quantize(bits=4, block=64))): 1 of 5 parameters, 7.26% of numbers",
-            "ErrorFeedback(TwoShot(Quantize())): 1 of 5 parameters, 0.11% of numbers",
+            "Int4(): 1 of 5 parameters, 7.26% of numbers",
+            "Int8(): 1 of 5 parameters, 0.11% of numbers",
         ]
     )
+
+
+def test_smaller_buckets_are_recommended_where_gradients_would_leave_earlier() -> None:
+    megabyte = 1 << 20
+    assert "bucket_cap_mb=1)" in explain_buckets(Int8(), 25 * megabyte, 100 * megabyte)
+    for program, bucket, gradients in ((Int8(), 25, 1), (Int8(), 1, 100), (Exact(), 25, 100)):
+        text = explain_buckets(program, bucket * megabyte, gradients * megabyte)
+        assert text == f"DDP hands gradients over in buckets of {bucket} MB."

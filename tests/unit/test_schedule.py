@@ -3,17 +3,21 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.wire.schedule import LOOKAHEAD, Agenda, order, position
+from thinwire.engine.order import LOOKAHEAD, Agenda, order, position
 
 stage_counts = st.lists(st.integers(0, 5), max_size=30)
 
 
-def deal(stages: list[int], hurry: random.Random) -> list[tuple[int, int]]:
-    """The turns with a collective, dealt while buckets arrive at random moments."""
+def deal(
+    stages: list[int], hurry: random.Random, waits: frozenset[int] = frozenset()
+) -> list[tuple[int, int]]:
+    """The turns with a collective, dealt while buckets arrive at random moments; hooks wait after some."""
     agenda, turns, arrived = Agenda(), [], 0
     while not agenda.finished:
         if arrived < len(stages) and hurry.random() < 0.5:
             assert agenda.arrive() == arrived
+            if arrived in waits:
+                agenda.part()
             arrived += 1
         if arrived == len(stages) and hurry.random() < 0.5:
             agenda.close()
@@ -28,6 +32,17 @@ def deal(stages: list[int], hurry: random.Random) -> list[tuple[int, int]]:
 @given(stage_counts, st.integers(0, 2**32), st.integers(0, 2**32))
 def test_the_order_does_not_depend_on_when_buckets_arrive(stages: list[int], one: int, other: int) -> None:
     assert deal(stages, random.Random(one)) == deal(stages, random.Random(other)) == order(stages)
+
+
+@given(stage_counts, st.frozensets(st.integers(0, 30)), st.integers(0, 2**32))
+def test_where_hooks_wait_all_turns_so_far_come_first(
+    stages: list[int], waits: frozenset[int], seed: int
+) -> None:
+    expected, begin = [], 0
+    for end in [wait + 1 for wait in sorted(waits) if wait < len(stages)] + [len(stages)]:
+        expected += [(begin + bucket, stage) for bucket, stage in order(stages[begin:end])]
+        begin = end
+    assert deal(stages, random.Random(seed), waits) == expected
 
 
 @given(st.integers(0, 1000), st.integers(0, 20), st.integers(0, 1000), st.integers(0, 20))

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from thinwire.checkpoint.optimizer_state import joined, mark_owned, merged
+from thinwire.engine.ops import Collective, Steps
+from thinwire.engine.simulate import simulate
 from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.optim import ZeroRedundancyOptimizer
-from thinwire.sharding.assignment import assign
-from thinwire.sharding.collect import collect
-from thinwire.sharding.parameters import as_views, batches, in_turn, share
-from thinwire.sharding.state import joined
-from thinwire.wire.ops import Collective, Steps
-from thinwire.wire.simulate import simulate
+from thinwire.strategies.zero.assignment import assign
+from thinwire.strategies.zero.collect import collect
+from thinwire.strategies.zero.parameters import as_views, batches, in_turn, share
 
 CPU = torch.device("cpu")
 SIZES = st.lists(st.lists(st.integers(0, 50), max_size=8), min_size=1, max_size=4)
@@ -286,3 +286,25 @@ def test_owners_and_gradients_cannot_be_given_by_hand() -> None:
         zero._partition_parameters([[]])
     with pytest.raises(UnavailableError, match="gradients"):
         zero._local_step(gradients=[])
+
+
+def test_one_ranks_part_of_zero_is_no_whole_state(alone: None) -> None:
+    """Neither merging some parts nor ZeroRedundancyOptimizer takes it; a part that has everything is one."""
+    model = nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    whole = plain.state_dict()
+    parts = []
+    for own, other in ((0, model.bias), (1, model.weight)):
+        part = {**whole, "state": {own: whole["state"][own]}}
+        parts.append(mark_owned(part, plain.param_groups, {id(other)}))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for refusing in (merged, lambda states: zero.load_state_dict(states[0])):
+        with pytest.raises(StateError, match="lack the state of some parameters"):
+            refusing(parts[:1])
+    assert merged(parts)["state"].keys() == {0, 1}
+    assert merged(parts)["param_groups"] == whole["param_groups"]
+    for complete in (whole, {**parts[0], "state": whole["state"]}, merged(parts)):
+        zero.load_state_dict(complete)
+        assert len(zero.state) == 2

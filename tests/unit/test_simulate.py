@@ -17,8 +17,8 @@ from thinwire import (
     ReduceScatter,
     Steps,
 )
-from thinwire.wire.schedule import order
-from thinwire.wire.simulate import exchange, simulate
+from thinwire.engine.order import order
+from thinwire.engine.simulate import exchange, simulate
 
 sizes = st.integers(1, 7)
 

@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.models import batch, changed, equal, own
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
-from thinwire.averaging.saved import cloned
-from thinwire.state import own_state
+from thinwire.checkpoint.trees import copied
+from thinwire.checkpoint.wire_state import merged, own_states
+from thinwire.engine.agreement import Described
 
 PROGRAMS = {
     "int8": Int8(),
-    "powersgd": PowerSGD(rank=2, min_compression=1),
+    "powersgd": PowerSGD(rank=2, min_compression=1, warmup=0),
     "local": LocalSGD(2),
     "diloco": DiLoCo(2, program=Int4(), overlap=1),
     "zero": ZeRO(Int8(), parameters=torch.bfloat16),
@@ -51,7 +52,7 @@ class Job:
             self.optimizer.step()
 
     def everything(self) -> Any:
-        return cloned([self.ddp.module.state_dict(), self.wire.state_dict()])
+        return copied([self.ddp.module.state_dict(), self.wire.state_dict()])
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -199,7 +200,10 @@ def test_states_of_scalers_that_went_apart_are_brought_to_one_scale() -> None:
         inner = {"format": 2, "program": "P", "step": 3, "rank": rank, "world_size": 3, "buckets": []}
         return {f"rank {rank} of 3": ({**inner, "scale": scale, "memory": {"w": slots}},)}
 
-    state = own_state([saved(0, 256.0, 512.0), saved(1, 128.0, 512.0), saved(2, 128.0, 0.0)], ["P"], 0, 2)
+    every = [saved(0, 256.0, 512.0), saved(1, 128.0, 512.0), saved(2, 128.0, 0.0)]
+    resized, states = own_states(every, [Described("P", "P")], 0, 2)
+    assert resized
+    state = merged(states, lambda entries: {})
     assert state["scale"] == 128.0
     assert state["memory"]["w"]["residual"].tolist() == [256.0, 256.0]  # (512 / 2 + 512 + 0) / 3
     assert state["memory"]["w"]["models: residual"].tolist() == [1.0, 1.0]

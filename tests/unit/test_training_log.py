@@ -21,12 +21,22 @@ def exchange(
     sent: int = 1000,
     audit: int = 0,
     seconds: float | None = 0.2,
+    overflowed: bool = False,
+    rank: int = 0,
 ) -> Row:
-    """A step as `telemetry.as_row` has it; half of the time is exposed."""
+    """A step as `telemetry.watch` sends it; half of the time is exposed."""
     row: Row = {"step": step, "purpose": purpose, "bytes_sent": sent + audit, "collectives": 1}
-    times = {"compute_seconds": seconds, "wire_seconds": seconds}
+    row |= {"rank": rank, "world_size": 2} | ({"overflowed": overflowed} if purpose == "gradients" else {})
+    times = {"encode_seconds": seconds, "wire_seconds": seconds}
     row |= {**times, "exposed_seconds": None if seconds is None else seconds / 2, "bytes/AllReduce": sent}
     return row | ({"bytes/Audit": audit} if audit else {})
+
+
+def old(step: int) -> Row:
+    """A step as it was logged before rows had a rank, overflows and `encode_seconds`."""
+    row = exchange(step)
+    new = ("rank", "world_size", "overflowed", "encode_seconds")
+    return {key: value for key, value in row.items() if key not in new} | {"compute_seconds": 0.2}
 
 
 def audit(step: int, errors: dict[str, float | None], action: str = "") -> Row:
@@ -66,8 +76,13 @@ def test_several_exchanges_of_parameters_are_one_step_and_no_overflow() -> None:
     assert summarise(log).overflows == 0
 
 
-def test_a_step_twice_in_a_row_was_an_overflow() -> None:
-    log = Log.of(exchange(step) for step in (0, 1, 1, 2, 3, 3, 3, 4))
+def overflows(*steps: int, facts: str) -> Log:
+    """A log of these steps; an `x` in `facts` is one that overflowed."""
+    return Log.of(exchange(step, overflowed=fact == "x") for step, fact in zip(steps, facts, strict=True))
+
+
+def test_overflows_are_what_the_log_says() -> None:
+    log = overflows(0, 1, 1, 2, 3, 3, 3, 4, facts=".x..xx..")
     summary = summarise(log)
     assert (summary.steps, summary.overflows, summary.overflows_in_a_row) == (5, 3, 2)
     assert not summary.stuck
@@ -75,9 +90,32 @@ def test_a_step_twice_in_a_row_was_an_overflow() -> None:
     assert "3 overflows, up to 2 in a row" in next(notes(log, summary))
 
 
+def test_a_repeated_step_is_no_overflow() -> None:
+    log = overflows(0, 1, 1, 1, 1, 2, facts="......")
+    summary = summarise(log)
+    assert (summary.overflows, summary.stuck, summary.repeats) == (0, False, 0)
+    assert list(notes(log, summary)) == []
+
+
+def test_an_older_log_loads_and_its_repeated_steps_are_not_called_overflows() -> None:
+    log = Log.of([old(0), old(0), old(1), old(1), exchange(2)])
+    summary = summarise(log)
+    assert (summary.steps, summary.overflows, summary.repeats) == (3, 0, 2)
+    assert "2 rows repeat the step before" in next(notes(log, summary))
+
+
+def test_rows_of_several_ranks_in_one_file_are_refused(tmp_path: Path) -> None:
+    lines = [json.dumps(exchange(step, rank=rank)) + "\n" for step in range(2) for rank in range(2)]
+    path = written(tmp_path / "steps.jsonl", *lines)
+    with pytest.raises(StateError, match=r"line 2: rows of rank 1 follow rows of rank 0.*ranks='all'"):
+        Log.load(path)
+    own = Log.load(written(tmp_path / "steps-rank1.jsonl", *lines[1::2]))
+    assert (own.rank, own.world_size) == (1, 2)
+
+
 def test_a_log_that_ends_in_overflows_says_that_training_does_not_get_on() -> None:
-    log = Log.of(exchange(step) for step in (0, 1, 1, 1, 1))
-    assert "does not get on" in next(notes(log, summarise(log)))
+    log = overflows(0, 1, 1, 1, facts=".xxx")
+    assert "training makes no progress" in next(notes(log, summarise(log)))
 
 
 def test_a_resumed_run_goes_back_and_its_lines_are_broken() -> None:
@@ -155,13 +193,15 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     log = Log.load(path)
     assert log.cut
     assert summarise(log).steps == 1
-    assert list(notes(log, summarise(log))) == ["The last line was cut off, as by a kill, and is left out."]
+    assert list(notes(log, summarise(log))) == [
+        "The last line is incomplete, as after a kill, and is ignored."
+    ]
 
 
 def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
-    log = Log.load(written(tmp_path / "steps.jsonl", ROW, ROW.rstrip()))
+    log = Log.load(written(tmp_path / "steps.jsonl", ROW, ROW.replace(": 0", ": 1", 1).rstrip()))
     assert not log.cut
-    assert summarise(log).overflows == 1
+    assert summarise(log).steps == 2
 
 
 @pytest.mark.parametrize(
@@ -170,9 +210,9 @@ def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
         ([], "no whole step yet"),
         ([ROW[:30]], "no whole step yet"),
         ([ROW, ROW[:30], "\n", ROW], "damaged in line 2 .* sed -i 2d"),
-        ([ROW, '{"loss": 0.5}\n'], r"line 2 \(KeyError\('bytes_sent'\)\)"),
-        ([ROW, "[1]\n"], "something else than a row of telemetry in line 2"),
-        ([ROW, ROW.replace("1000", '"many"')], "something else than a row of telemetry in line 2"),
+        ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('bytes_sent'\)\)"),
+        ([ROW, "[1]\n"], "line 2 is not a row of telemetry"),
+        ([ROW, ROW.replace("1000", '"many"')], "line 2 is not a row of telemetry"),
     ],
 )
 def test_what_is_damaged_is_named_by_line(tmp_path: Path, lines: list[str], message: str) -> None:

@@ -24,11 +24,11 @@ from thinwire import (
     RandomK,
     TopK,
 )
-from thinwire.sharding.assignment import owners
-from thinwire.sharding.pieces import Pieces
-from thinwire.sharding.reduce import reduce_to_owners
-from thinwire.sharding.step import step_some
-from thinwire.wire.simulate import simulate
+from thinwire.engine.simulate import simulate
+from thinwire.strategies.zero.assignment import owners
+from thinwire.strategies.zero.partial_step import step_some
+from thinwire.strategies.zero.pieces import Pieces
+from thinwire.strategies.zero.reduce import reduce_to_owners
 
 SHAPES = {"a": (4, 3), "b": (7,), "c": (), "d": (0,), "e": (5, 2)}
 LENGTH = 12 + 7 + 1 + 0 + 10
@@ -70,7 +70,8 @@ def reductions(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize(
-    ("program", "error"), [(Exact(), 1e-6), (BF16(), 0.02), (Int8(), 0.03), (PowerSGD(rank=4), 1e-5)]
+    ("program", "error"),
+    [(Exact(), 1e-6), (BF16(), 0.02), (Int8(), 0.03), (PowerSGD(rank=4, warmup=0), 1e-5)],
 )
 def test_owners_receive_the_mean(world: int, program: Program, error: float) -> None:
     gradients = normal(world, world, LENGTH)
@@ -135,7 +136,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
 
     with pytest.raises(ProgramError, match="give one number per rank, 2 here"):
         simulate([[send(torch.ones(2), (1,), (1,))], [send(torch.ones(2), (1,), (1,))]])
-    with pytest.raises(ProgramError, match=r"rank 0 is sent \(1, 1\) numbers, but means to receive \(1, 2\)"):
+    with pytest.raises(ProgramError, match=r"rank 0 is sent \(1, 1\) numbers, but expects \(1, 2\)"):
         simulate([[send(torch.ones(2), (1, 1), (1, 2))], [send(torch.ones(2), (1, 1), (1, 1))]])
 
 

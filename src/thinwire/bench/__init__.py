@@ -1,1 +1,1 @@
-"""Is it worth it? Programs, links and world sizes, measured side by side."""
+"""Benchmarks that compare programs on several links and world sizes."""

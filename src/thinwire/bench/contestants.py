@@ -1,79 +1,32 @@
-"""Who takes part: plain DDP, thinwire's programs, and torch's own hook of the same name where it has one."""
+"""The contestants of a benchmark: plain DDP, what `attach` accepts, and torch's own for the same purpose."""
 
-import ast
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 import thinwire
-from thinwire.bench.workloads import call_users, find_object
+from thinwire import Averaging, Configuration, Schedule, Warmup
+from thinwire.bench.parsing import Attachable, parse_program, public_name
+from thinwire.bench.rivals import RIVALS, MakeOptimizer, Rival
 from thinwire.errors import OptionError
-from thinwire.programs.program import Program, describe
 
 PLAIN = "DDP"
 ALONE = "no communication"
 
+BUCKET_MB = {"Int8": 1.0, "Int4": 1.0, "Int2": 1.0, "FP8": 1.0}
+"""The bucket sizes that suit programs without an attribute `bucket_mb`. The others use DDP's default.
 
-@dataclass(frozen=True)
-class TorchHook:
-    """torch's own hook for what a program does.
-
-    Attributes:
-        name: Its name in torch, with what tells it apart, given the program.
-        register: Makes a model use it; given the program, for its options.
-        bucket_mb: What it needs to survive, where that is not the user's.
-    """
-
-    name: Callable[[Any], str]
-    register: Callable[[DDP, Any], None]
-    bucket_mb: float | None = None
-
-
-def _simple(hook: Callable[..., Any]) -> TorchHook:
-    return TorchHook(
-        lambda program: hook.__name__, lambda ddp, program: ddp.register_comm_hook(ddp.process_group, hook)
-    )
-
-
-def _powersgd_name(program: thinwire.PowerSGD) -> str:
-    return f"{'batched_' * program.flatten}powerSGD_hook rank {program.rank}, one bucket"
-
-
-def _register_powersgd(ddp: DDP, program: thinwire.PowerSGD) -> None:
-    hook = torch_powersgd.batched_powerSGD_hook if program.flatten else torch_powersgd.powerSGD_hook
-    state = torch_powersgd.PowerSGDState(
-        ddp.process_group,
-        program.rank,
-        start_powerSGD_iter=2,
-        min_compression_rate=program.min_compression,
-        use_error_feedback=program.error_feedback,
-        warm_start=program.warm_start,
-    )
-    ddp.register_comm_hook(state, hook)
-
-
-PROGRAMS: dict[str, TorchHook | None] = {
-    "Exact": _simple(torch_hooks.allreduce_hook),
-    "FP16": _simple(torch_hooks.fp16_compress_hook),
-    "BF16": _simple(torch_hooks.bf16_compress_hook),
-    "Int8": None,
-    "Int4": None,
-    "FP8": None,
-    "Sign": None,
-    "TopK": None,
-    "RandomK": None,
-    "PowerSGD": TorchHook(_powersgd_name, _register_powersgd, bucket_mb=100_000),
-}
-"""thinwire's programs by name, each with torch's hook for the same thing, if one runs.
-
-(torch's quantization hooks do not on Gloo; benchmarks/hooks.py mends them.)
+Measured on emulated links of 10 and 100 Mbit/s: with small buckets, a cheap codec sends the first gradients
+while backward still runs. PowerSGD has a cost per bucket that exceeds this gain at 100 Mbit/s.
 """
+
+_EXCHANGES = 16
+"""Exchanges of whole models from which their loss can be compared, if all numbers are sent."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +34,10 @@ class Contestant:
     """One way to train.
 
     Attributes:
-        name: As it stands in tables.
+        name: The name in tables.
         kind: "ddp", "thinwire", "torch", or "alone" for no communication at all.
-        text: The program as the user wrote it; for torch's hooks the program they stand against.
-        rival: The name of torch's hook for the same thing.
+        text: The program as the user wrote it. For torch's, the program that it is compared with.
+        rival: The name of torch's counterpart, or None.
     """
 
     name: str
@@ -92,32 +45,93 @@ class Contestant:
     text: str
     rival: str | None = None
 
-    def wrap(self, model: torch.nn.Module, bucket_mb: float | None) -> DDP:
-        """The model in DDP, each with connections of its own, so that none finds them warmer than another.
+    @cached_property
+    def program(self) -> Attachable | None:
+        """What `attach` is given. None for plain DDP and without communication."""
+        return parse_program(self.text) if self.text else None
 
-        torch's multi-step hooks race with more than one bucket, so they get one.
+    @property
+    def averages_models(self) -> bool:
+        """Whether ranks train models of their own between averages."""
+        stages = self.program.stages.values() if isinstance(self.program, Schedule) else [self.program]
+        return any(isinstance(one, Averaging) for one in stages)
+
+    @property
+    def cycle(self) -> int | None:
+        """The steps after which costs repeat. None if they do not repeat within a run."""
+        return cycle_of(self.program)
+
+    def bucket_mb(self, given: float | None) -> float | None:
+        """Return the size of DDP's buckets.
+
+        torch's hooks with several collectives race if there is more than one bucket, so they get a single
+        one. thinwire's programs get the size that suits them.
+
+        Args:
+            given: The size that the user asks for. None to choose.
+
+        Returns:
+            The size in MB, or None for DDP's default.
         """
-        hook = _torch_hook(self.text) if self.kind == "torch" else None
-        size = hook.bucket_mb if hook and hook.bucket_mb else bucket_mb
+        if self.kind == "torch" and (needed := self._torch().bucket_mb):
+            return needed
+        if given is not None or self.kind != "thinwire":
+            return given
+        suited = getattr(self.program, "bucket_mb", None)
+        return float(suited) if isinstance(suited, int | float) else BUCKET_MB.get(public_name(self.text))
+
+    def wrap(self, model: torch.nn.Module, bucket_mb: float | None) -> DDP:
+        """Wrap a model in DDP.
+
+        Every contestant has its own process group, so that none benefits from connections that another one
+        has warmed up.
+
+        Args:
+            model: The model, equal on all ranks.
+            bucket_mb: The bucket size that the user asks for. None to use the one that suits.
+        """
+        size = self.bucket_mb(bucket_mb)
         return DDP(model, bucket_cap_mb=size, process_group=dist.new_group(), init_sync=False)
 
-    def prepare(self, ddp: DDP, steps: int) -> thinwire.Wire | None:
-        """Make `ddp` exchange its gradients this way, for so many steps."""
-        if self.kind == "thinwire":
-            return thinwire.attach(ddp, parse_program(self.text), history=steps)
+    def prepare(self, ddp: DDP, make: MakeOptimizer) -> tuple[Optimizer, thinwire.Wire | None]:
+        """Make `ddp` train in this way.
+
+        Args:
+            ddp: The model from `wrap`.
+            make: Makes the optimizer for some parameters.
+
+        Returns:
+            The optimizer to step, and the wire if the contestant is one of thinwire's.
+        """
         if self.kind == "torch":
-            hook = _torch_hook(self.text)
-            assert hook is not None, "the line-up has torch's hook only where there is one"
-            hook.register(ddp, parse_program(self.text))
-        return None
+            return self._torch().prepare(ddp, self.program, make), None
+        optimizer = make(ddp.parameters())
+        if self.program is None:
+            return optimizer, None
+        given = optimizer if isinstance(self.program, Configuration | Schedule) else None
+        return optimizer, thinwire.attach(ddp, self.program, optimizer=given, history=1)
+
+    def _torch(self) -> Rival:
+        return RIVALS[public_name(self.text)]
 
 
 def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]:
-    """Plain DDP first, then each program followed by torch's counterpart, then the one that does not talk."""
+    """Return the contestants for some programs.
+
+    Plain DDP comes first, then each program followed by torch's counterpart. The last contestant does not
+    communicate.
+
+    Args:
+        programs: Texts for `parse_program`.
+        with_torch: Whether to add torch's own hooks and optimizers.
+
+    Raises:
+        OptionError: A text is not a program, or a program is named twice.
+    """
     contestants = [Contestant(PLAIN, "ddp", "")]
     for text in programs:
-        hook = _torch_hook(text) if with_torch else None
-        rival = f"torch {hook.name(parse_program(text))}" if hook else None
+        program, torchs = parse_program(text), RIVALS.get(public_name(text)) if with_torch else None
+        rival = f"torch {torchs.name(program)}" if torchs else None
         contestants.append(Contestant(_short_name(text), "thinwire", text, rival))
         if rival and all(rival != contestant.name for contestant in contestants):
             contestants.append(Contestant(rival, "torch", text))
@@ -127,80 +141,63 @@ def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]
     return [*contestants, Contestant(ALONE, "alone", "")]
 
 
-def parse_program(text: str) -> Program:
-    """A program from text: `bf16`, `Reduced(Cast(...))` or `package.module:Name(option=1)`.
-
-    >>> parse_program("exact")
-    Exact()
-    """
-    module, colon, call = text.rpartition(":")
-    try:
-        tree = ast.parse(call.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise OptionError(
-            f"program={text!r} does not parse ({error.msg}): write Name or Name(option=value)"
-        ) from error
-    program = call_users(lambda: _build(tree, f"{module}{colon}"), f"program={text!r}")
-    if not callable(program) or isinstance(program, type):
-        raise OptionError(
-            f"program={text!r} is not a program: it must yield collectives, see docs/programs.md"
-        )
-    describe(program)
-    return program  # type: ignore[no-any-return] # whatever it is, attach checks it again
-
-
-def split_programs(text: str) -> list[str]:
-    """Texts between the commas that are not within brackets.
-
-    >>> split_programs("exact, PowerSGD(rank=4, warm_start=True),bf16")
-    ['exact', 'PowerSGD(rank=4, warm_start=True)', 'bf16']
-    """
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
-
-
-def _build(tree: ast.expr, prefix: str) -> Any:
-    """Calls, names and literals; a bare name is called without options."""
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-        options = {word.arg: _value(word.value) for word in tree.keywords if word.arg}
-        return _find(tree.func.id, prefix)(*(_value(arg) for arg in tree.args), **options)
-    if isinstance(tree, ast.Name):
-        return _find(tree.id, prefix)()
-    raise ValueError("it is no name")
-
-
-def _value(tree: ast.expr) -> Any:
-    """An option: a literal, or a nested program."""
-    return _build(tree, "") if isinstance(tree, ast.Call | ast.Name) else ast.literal_eval(tree)
-
-
-def _find(name: str, prefix: str) -> Any:
-    if prefix:
-        return find_object(prefix + name, "program")
-    for public in thinwire.__all__:
-        if public.lower() == name.lower():
-            return getattr(thinwire, public)
-    raise OptionError(
-        f"program={name!r} is unknown: choose from {', '.join(PROGRAMS)}, or your own by package.module:Name"
-    )
-
-
 def _short_name(text: str) -> str:
-    """How a program stands in tables: as the user wrote it, spelled as thinwire spells it."""
-    parse_program(text)
-    name, bracket, options = text.strip().partition("(")
-    return _proper(name) + bracket + options
+    """Return a program's name in tables: the user's text, with the capitals of the public name."""
+    _, bracket, options = text.strip().partition("(")
+    return public_name(text) + bracket + options
 
 
-def _proper(name: str) -> str:
-    return next((public for public in thinwire.__all__ if public.lower() == name.lower()), name)
+def cycle_of(program: object) -> int | None:
+    """Return the number of steps after which a program's costs repeat.
+
+    Returns:
+        1 for a gradient program, the period of averaged models, or None for a schedule or a warm-up, whose
+        costs do not repeat.
+    """
+    if isinstance(program, Schedule | Warmup) or getattr(program, "warmup_steps", None):
+        return None
+    return _period(program)
 
 
-def _torch_hook(text: str) -> TorchHook | None:
-    return PROGRAMS.get(_proper(text.strip().partition("(")[0]))
+def rounds_needed(program: object) -> int:
+    """Return the number of steps after which a program has shown its costs.
+
+    These are two whole periods of averaged models, counted from the start of a schedule's last stage. The
+    warm-up of PowerSGD must be less than half of the run, because its figures are medians.
+
+    >>> rounds_needed(thinwire.LocalSGD(period=8, warmup_steps=10)), rounds_needed(thinwire.Int8())
+    (26, 2)
+    """
+    if isinstance(program, Schedule):
+        last = max(program.stages)
+        return last + rounds_needed(program.stages[last])
+    if isinstance(program, Warmup):
+        return program.steps + rounds_needed(program.program)
+    warmup = getattr(program, "warmup_steps", 0) + 2 * getattr(program, "start_steps", 0)
+    return int(warmup) + 2 * _period(program)
+
+
+def exchanges(program: Averaging, steps: int) -> tuple[int, int]:
+    """Return how often a run of some steps exchanges whole models, and how often it must to be judged.
+
+    Models that are trained apart fall behind at first and catch up later. Where only a share of the numbers
+    is sent, most of them arrive after 1 / share exchanges, so that all of training lags behind by as many.
+
+    >>> exchanges(thinwire.DiLoCo(period=16), 64), exchanges(thinwire.SparseLoCo(period=16), 64)
+    ((4, 16), (4, 128))
+    """
+    made = max(0, steps - program.warmup_steps) // _period(program)
+    share = _share_sent(program.model_program())
+    return made, max(_EXCHANGES, math.ceil(2 / share))
+
+
+def _share_sent(program: object) -> float:
+    """Return the share of all numbers that a program sends, by the `ratio` of its codec."""
+    inner = getattr(program, "program", None) or getattr(program, "codec", None)
+    return float(getattr(program, "ratio", 1.0)) if inner is None else _share_sent(inner)
+
+
+def _period(program: object) -> int:
+    levels = getattr(program, "levels", None)
+    period = max(levels) if levels else getattr(program, "period", None)
+    return period if isinstance(period, int) else 1

@@ -1,11 +1,11 @@
-"""The grid: every link and world size in turn, saved after each, resumed where it stopped."""
+"""Benchmark runs over a grid of links and world sizes. Results are saved after each cell, for resuming."""
 
 import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from thinwire.bench.contestants import line_up
-from thinwire.bench.measure import ON_CPU, OnRound
+from thinwire.bench.advice import summarize
+from thinwire.bench.contestants import line_up, rounds_needed
+from thinwire.bench.devices import ON_CPU
+from thinwire.bench.measure import OnRound
 from thinwire.bench.results import Cell, Results, Track
-from thinwire.bench.summary import summarize
+from thinwire.bench.summary import WARM_UP
 from thinwire.bench.worker import MARK, Task
-from thinwire.bench.workloads import find_workload
+from thinwire.bench.workloads import check_workload
 from thinwire.errors import LabError, OptionError, StateError
 from thinwire.lab.hosts import Hosts, Loopback
 from thinwire.lab.namespaces import Lab
@@ -29,22 +31,36 @@ from thinwire.lab.run import run_on
 from thinwire.version import __version__
 
 LOOPBACK = "loopback"
+_LOST = (
+    "WireError",
+    "Connection ",
+    "connection",
+    "Broken pipe",
+    "gloo/transport",
+    "DistNetworkError",
+    "timed out",
+)
+"""Signs of a lost connection in errors of thinwire, Gloo and the store."""
 OnProgress = Callable[[str, int], None]
-"""Told which cell is running and how many of its rounds are done."""
+"""A callback that receives the running cell's label and the number of its finished rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What to measure.
+    """The settings of a benchmark.
 
     Attributes:
         workload: A built-in name, or `package.module:build`.
-        programs: As `thinwire.bench.contestants.parse_program` reads them.
-        links: Rates, or "loopback" for no lab at all.
+        programs: Texts for `thinwire.bench.contestants.parse_program`.
+        links: Rates, or "loopback" to measure without the lab.
         hosts: World sizes.
         steps: Rounds in each cell.
-        bucket_mb: DDP's bucket size; None: its own default.
-        with_torch: Also run torch's own hook of the same name.
+        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        with_torch: Whether to run torch's own hooks and optimizers too.
+        seeds: The number of seeds for losses. Times are measured with one.
+
+    Raises:
+        OptionError: A value is out of range or does not parse.
     """
 
     workload: str
@@ -54,6 +70,7 @@ class Grid:
     steps: int
     bucket_mb: float | None = None
     with_torch: bool = True
+    seeds: int = 1
 
     def __post_init__(self) -> None:
         if self.steps < 8:
@@ -62,22 +79,33 @@ class Grid:
             )
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
+        if self.seeds < 1:
+            raise OptionError(f"seeds={self.seeds} must be at least 1: each is a training of its own")
         for count in self.hosts:
             if not 2 <= count <= MOST_HOSTS:
                 raise OptionError(f"hosts={count} must be from 2 to {MOST_HOSTS}: one host sends nothing")
         for link in self.links:
             if link != LOOPBACK:
                 parse_rate(link)
-        line_up(list(self.programs))
-        find_workload(self.workload)
+        for contestant in line_up(list(self.programs)):
+            if (needed := WARM_UP + rounds_needed(contestant.program)) > self.steps:
+                raise OptionError(
+                    f"steps={self.steps} is too few for {contestant.name}: it needs {needed} rounds to show"
+                    f" what a step costs; use --steps {needed} or more"
+                )
+        check_workload(self.workload)
 
     @property
     def cells(self) -> list[tuple[int, str]]:
-        """(hosts, link), in order, each once."""
+        """The distinct pairs (hosts, link), in order."""
         return list(dict.fromkeys((hosts, link) for hosts in self.hosts for link in self.links))
 
     def task(self, **changes: Any) -> Task:
-        """What the ranks of a cell are told."""
+        """Return the task for the ranks of a cell.
+
+        Args:
+            **changes: Fields of `Task` that differ from its defaults.
+        """
         return Task(
             self.workload, self.programs, self.steps, self.bucket_mb, with_torch=self.with_torch, **changes
         )
@@ -92,11 +120,28 @@ def run_grid(
     on_progress: OnProgress,
     on_line: Callable[[str], None],
 ) -> Results:
-    """Run every cell that `path` does not hold yet; one that fails is kept with its reason."""
+    """Run every cell that `path` does not hold yet, and save after each.
+
+    A cell that fails is kept with its error and runs again next time.
+
+    Args:
+        grid: The settings.
+        path: The results file. If it exists, the run is resumed from it.
+        command: The command line to record.
+        fresh: Overwrite `path` instead of resuming it.
+        on_progress: Called when a cell begins and after its rounds.
+        on_line: Called with every line that a rank prints.
+
+    Returns:
+        All cells of the file, old and new.
+
+    Raises:
+        StateError: `path` holds a benchmark with other settings, or cannot be read or written.
+    """
     results = _resumed(grid, path, fresh=fresh) or Results(command, _settings(grid), machine())
     results.command = command
     done = {cell.key for cell in results.cells if cell.error is None}
-    memories: dict[int, list[int]] = {}
+    apart: dict[int, Apart] = {}
     for hosts, link in grid.cells:
         label = f"{hosts} hosts, {link}"
         if (grid.workload, hosts, link) in done:
@@ -105,13 +150,11 @@ def run_grid(
         results.cells = [cell for cell in results.cells if cell.key != (grid.workload, hosts, link)]
         cell = Cell(grid.workload, hosts, link, network=label)
         try:
-            if hosts not in memories:
-                on_progress(f"{hosts} hosts, peak memory", 0)
-                memories[hosts] = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
+            if hosts not in apart:
+                apart[hosts] = _measure_apart(grid, hosts, on_progress, on_line)
             on_progress(label, 0)
-            cell = _measure(grid, hosts, link, partial(_told, on_progress, label), on_line)
-            for track, memory in zip(cell.tracks, memories[hosts], strict=True):
-                track.peak_memory = None if track.unavailable else memory
+            cell = _measure(grid, hosts, link, partial(_on_round, on_progress, label), on_line)
+            apart[hosts].add_to(cell.tracks)
         except LabError as error:
             cell.error = str(error)
         results.cells.append(cell)
@@ -119,19 +162,50 @@ def run_grid(
     return results
 
 
-def _told(on_progress: OnProgress, label: str, kind: str, done: int) -> None:
+@dataclass(frozen=True)
+class Apart:
+    """What does not depend on the network, and is measured apart from it.
+
+    Attributes:
+        memory: The peak memory of each contestant.
+        losses: The losses of each contestant, one list for each seed but the first.
+    """
+
+    memory: list[int]
+    losses: list[list[float]]
+
+    def add_to(self, tracks: list[Track]) -> None:
+        """Add it to the measurements of contestants in the same order."""
+        for number, track in enumerate(tracks):
+            if not track.unavailable:
+                track.peak_memory = self.memory[number]
+                track.seed_losses = [losses[number] for losses in self.losses]
+
+
+def _measure_apart(grid: Grid, hosts: int, on_progress: OnProgress, on_line: Callable[[str], None]) -> Apart:
+    """Measure memory and the losses of further seeds over loopback."""
+    on_progress(f"{hosts} hosts, peak memory", 0)
+    memory = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
+    losses = []
+    for seed in range(1, grid.seeds):
+        on_progress(f"{hosts} hosts, seed {seed}", 0)
+        losses.append(_run(Loopback(hosts), grid.task(seed=seed), on_line)["losses"])
+    return Apart(memory, losses)
+
+
+def _on_round(on_progress: OnProgress, label: str, kind: str, done: int) -> None:
     if kind == "round":
         on_progress(label, done)
     else:
-        on_progress(f"{label}, on to DDP's loss", 0)
+        on_progress(f"{label}, overtime", 0)
 
 
 def _measure(grid: Grid, hosts: int, link: str, on_round: OnRound, on_line: Callable[[str], None]) -> Cell:
     with _network(hosts, link) as (where, words):
-        heard = _run(where, grid.task(probe=link == LOOPBACK), on_line, on_round)
-    rate = heard["rate"] if link == LOOPBACK else parse_rate(link)
-    tracks = [Track(**track) for track in heard["tracks"]]
-    return Cell(grid.workload, hosts, link, words, rate, heard["parameters"], tracks)
+        reported = _run(where, grid.task(probe=link == LOOPBACK), on_line, on_round)
+    rate = reported["rate"] if link == LOOPBACK else parse_rate(link)
+    tracks = [Track(**track) for track in reported["tracks"]]
+    return Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)
 
 
 @contextmanager
@@ -150,9 +224,9 @@ def _run(
     on_line: Callable[[str], None],
     on_round: OnRound = lambda kind, done: None,
 ) -> dict[str, Any]:
-    """What rank 0 reported, by kind."""
-    heard: dict[str, Any] = {}
-    errors: list[str] = []
+    """Run a task on every host, and return the reports of rank 0 by kind."""
+    reported: dict[str, Any] = {}
+    errors: dict[int, str] = {}
 
     def listen(host: int, stream: str, line: str) -> None:
         if not line.startswith(MARK):
@@ -163,17 +237,35 @@ def _run(
         if kind in ("round", "overtime"):
             on_round(kind, value)
         elif kind == "error":
-            errors.append(f"host {host}: {value}")
+            errors.setdefault(host, value)
         else:
-            heard[kind] = value
+            reported[kind] = value
 
     command = ["env", f"{ON_CPU}=1", sys.executable, "-m", "thinwire.bench.worker", json.dumps(asdict(task))]
     finished = run_on(hosts, command, listen)
     if finished.exit_code:
-        # The first to complain is the cause: the others notice when its connections close.
         ended = f"host {finished.failed_host} ended with exit code {finished.exit_code}"
-        raise LabError(errors[0] if errors else ended)
-    return heard
+        raise LabError(cause_of(errors) or ended)
+    return reported
+
+
+def cause_of(errors: Mapping[int, str]) -> str:
+    """Return the error that a failed run is about, with its host; an empty text if there is none.
+
+    When one host fails, the others lose their connections to it, and their errors may be read first. So an
+    error of another kind is preferred, then the lowest host.
+
+    >>> cause_of({0: "RuntimeError: Connection closed by peer [10.0.0.2]:1", 1: "ValueError: no data"})
+    'host 1: ValueError: no data'
+    """
+    for host, text in sorted(errors.items(), key=lambda item: (_is_lost_connection(item[1]), item[0])):
+        return f"host {host}: {text}"
+    return ""
+
+
+def _is_lost_connection(text: str) -> bool:
+    """Return whether an error may be the consequence of another host's failure."""
+    return any(sign in text for sign in _LOST)
 
 
 def _resumed(grid: Grid, path: Path, *, fresh: bool) -> Results | None:
@@ -184,20 +276,20 @@ def _resumed(grid: Grid, path: Path, *, fresh: bool) -> Results | None:
     different = sorted(key for key in wanted if results.settings.get(key) != wanted[key])
     if different:
         raise StateError(
-            f"{path} holds a benchmark with another {', '.join(different)}: choose another --out, or"
+            f"{path} holds a benchmark that differs in {', '.join(different)}: choose another --out, or"
             " --fresh to replace it"
         )
     return results
 
 
 def _settings(grid: Grid) -> dict[str, Any]:
-    """What must be the same to go on; links and world sizes may grow from run to run."""
+    """Return the settings that must be equal to resume. Links and world sizes may be added between runs."""
     fixed = {key: value for key, value in asdict(grid).items() if key not in ("links", "hosts")}
     return {**json.loads(json.dumps(fixed)), **machine()}
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to know about where it ran."""
+    """Return a description of this machine and its software, for the results file."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {

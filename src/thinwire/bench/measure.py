@@ -1,52 +1,67 @@
-"""What every rank does in one cell: rounds of one step per contestant, in random order, side by side.
+"""The measurement of one cell, as run by every rank.
 
-A step is timed from a barrier to the optimizer's end. Each contestant trains a model of its own from the same
-start on the same batches; its wall time is the sum of its own steps, as if it had run alone. Who has not come
-to plain DDP's loss by then goes on, until it has or has used up plain DDP's wall time.
+In each round every contestant takes one step, in random order. A step is timed from a barrier to the end of
+the optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is
+the sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after
+all rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
 """
 
 import copy
 import math
-import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
+from thinwire import Stats, Wire
 from thinwire.bench.contestants import Contestant
+from thinwire.bench.devices import device, device_bytes, on_device, synchronize
+from thinwire.bench.evaluate import held_out_losses
 from thinwire.bench.results import Track
 from thinwire.bench.summary import close_to
 from thinwire.bench.workloads import Workload
-from thinwire.handle import Wire
-from thinwire.lab.namespaces import read_devices
 
 _EVALUATIONS = 16
-_HELD_OUT_BATCHES = 4
-_HELD_OUT_FROM = 1_000_000
 _MOST_OVERTIME = 4
-_PROBE_BYTES = 4_000_000
-ON_CPU = "THINWIRE_BENCH_ON_CPU"
 
 OnRound = Callable[[str, int], None]
-"""Told of "round" or "overtime", and how many steps are done."""
+"""A callback that receives "round" or "overtime", and the number of finished steps."""
 
 
 @dataclass
 class Entry:
-    """A contestant at work on this rank."""
+    """A contestant's model, optimizer and measurements on this rank."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     wire: Wire | None
     track: Track
+    first_gradient: "FirstGradient | None" = None
+
+
+class FirstGradient:
+    """The time at which a backward pass has computed its first gradient.
+
+    Args:
+        model: The model to watch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ready: float | None = None
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if self.ready is None:
+            synchronize()
+            self.ready = time.perf_counter()
 
 
 def measure(
@@ -58,9 +73,21 @@ def measure(
     *,
     overtime: bool = True,
 ) -> list[Track]:
-    """Every rank calls it; each gets the tracks of all ranks, joined."""
-    start = _the_same_everywhere(workload.model().to(device()))
-    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb, steps) for one in contestants]
+    """Train all contestants side by side. Every rank must call it.
+
+    Args:
+        workload: The model and its data.
+        contestants: The ways to train.
+        steps: The number of rounds.
+        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        on_round: Called after every round.
+        overtime: Whether contestants keep training until they reach plain DDP's loss.
+
+    Returns:
+        One track for each contestant, joined from those of all ranks.
+    """
+    start = _broadcast(workload.model().to(device()))
+    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb) for one in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
     shuffled = random.Random(0)  # the same order on every rank
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
@@ -72,14 +99,12 @@ def measure(
         on_round("round", step + 1)
     _evaluate(running, workload, steps)
     if overtime:
-        _go_on(running, workload, steps, on_round)
-    for entry in running:
-        _read_meter(entry)
+        _train_overtime(running, workload, steps, on_round)
     return [_join(entry.track) for entry in entries]
 
 
-def _go_on(entries: list[Entry], workload: Workload, steps: int, on_round: OnRound) -> None:
-    """Overtime, for at most four times the steps: what counts in the end is the time to a loss."""
+def _train_overtime(entries: list[Entry], workload: Workload, steps: int, on_round: OnRound) -> None:
+    """Train contestants until they reach plain DDP's loss, for at most four times the steps."""
     plain = next(entry.track for entry in entries if entry.track.kind == "ddp")
     target = close_to(plain.losses[-1][1])
     (budget,) = _agreed([sum(plain.step_seconds)])
@@ -103,146 +128,109 @@ def _go_on(entries: list[Entry], workload: Workload, steps: int, on_round: OnRou
 
 
 def _agreed(values: list[float]) -> list[float]:
-    """The largest of all ranks, so that all decide alike."""
+    """Return the maximum over ranks of each value, so that all ranks take the same decision."""
     largest = torch.tensor(values, device=device(), dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     agreed: list[float] = largest.tolist()
     return agreed
 
 
-def _the_same_everywhere(model: nn.Module) -> nn.Module:
-    """Rank 0's model on every rank, sent once: a slow link need not carry it for each contestant."""
+def _broadcast(model: nn.Module) -> nn.Module:
+    """Broadcast rank 0's model once, so that a slow link does not carry it for each contestant."""
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
     return model
 
 
-def enter(
-    contestant: Contestant, model: nn.Module, workload: Workload, bucket_mb: float | None, steps: int
-) -> Entry:
-    """A model that all ranks have, made ready to train this way; or the reason why torch refuses its hook."""
+def enter(contestant: Contestant, model: nn.Module, workload: Workload, bucket_mb: float | None) -> Entry:
+    """Prepare a contestant for training.
+
+    If torch rejects its own hook on this machine, the track's `unavailable` is the reason.
+
+    Args:
+        contestant: The way to train.
+        model: A model that is equal on all ranks.
+        workload: Makes the optimizer.
+        bucket_mb: DDP's bucket size. None to use the one that suits the contestant.
+    """
     track = Track(contestant.name, contestant.kind, contestant.text, contestant.rival)
     if contestant.kind == "alone":
-        return Entry(model, workload.optimizer(model.parameters()), None, track)
+        optimizer = workload.optimizer(model.parameters())
+        return Entry(model, optimizer, None, track, first_gradient=FirstGradient(model))
+    track.bucket_mb, track.cycle = contestant.bucket_mb(bucket_mb), contestant.cycle
+    track.averages_models = contestant.averages_models
     ddp = contestant.wrap(model, bucket_mb)
-    wire = None
     try:
-        wire = contestant.prepare(ddp, (2 + _MOST_OVERTIME) * steps)
+        optimizer, wire = contestant.prepare(ddp, workload.optimizer)
     except (RuntimeError, TypeError, ValueError) as error:
         if contestant.kind != "torch":
             raise
         track.unavailable = str(error).partition("\n")[0]
-    return Entry(ddp, workload.optimizer(ddp.parameters()), wire, track)
+        optimizer, wire = workload.optimizer(ddp.parameters()), None
+    return Entry(ddp, optimizer, wire, track)
 
 
-def train_step(entry: Entry, workload: Workload, step: int) -> None:
-    """Forward, backward, update."""
+def train_step(entry: Entry, workload: Workload, step: int) -> float:
+    """Run forward, backward and the optimizer's step on one batch. Return the time when backward ended."""
     batch = on_device(workload.batch(dist.get_rank(), step))
     entry.optimizer.zero_grad()
     entry.model(batch).backward()
+    if entry.first_gradient:
+        synchronize()
+    ended = time.perf_counter()
     entry.optimizer.step()
+    return ended
 
 
 def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
-    """The second barrier waits for the other ranks' bytes, so that none fall to the next contestant."""
+    """Measure time and bytes of one step.
+
+    The second barrier waits for the other ranks, so that their bytes are not counted for the next contestant.
+    """
+    counted = entry.wire.stats() if entry.wire else None
+    if entry.first_gradient:
+        entry.first_gradient.ready = None
     dist.barrier()
     before, started = device_bytes(), time.perf_counter()
-    train_step(entry, workload, step)
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-    entry.track.step_seconds.append(time.perf_counter() - started)
+    backward_ended = train_step(entry, workload, step)
+    synchronize()
+    ended = time.perf_counter()
     dist.barrier()
     after = device_bytes()
+    entry.track.step_seconds.append(ended - started)
     if before is not None and after is not None:
         entry.track.device_bytes.append(after - before)
+    if entry.first_gradient and entry.first_gradient.ready is not None:
+        entry.track.first_gradient_seconds.append(entry.first_gradient.ready - started)
+        entry.track.optimizer_seconds.append(ended - backward_ended)
+    if entry.wire and counted:
+        _read_meter(entry.track, counted, entry.wire.stats())
 
 
-@torch.no_grad()
 def _evaluate(entries: list[Entry], workload: Workload, step: int) -> None:
-    """The mean loss of all ranks' own models on held-out batches."""
-    held_out = workload.held_out or (lambda rank, number: workload.batch(rank, _HELD_OUT_FROM + number))
-    batches = [on_device(held_out(dist.get_rank(), number)) for number in range(_HELD_OUT_BATCHES)]
-    losses = []
-    for entry in entries:
-        inner = entry.model.module if isinstance(entry.model, DDP) else entry.model
-        training = [module for module in inner.modules() if module.training]
-        inner.eval()
-        losses.append(torch.stack([inner(batch).detach().float() for batch in batches]).mean())
-        for module in training:
-            module.training = True
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    for entry, loss in zip(entries, (total / dist.get_world_size()).tolist(), strict=True):
+    """Record the held-out loss of each contestant."""
+    models = [(entry.model, entry.track.averages_models) for entry in entries]
+    for entry, loss in zip(entries, held_out_losses(models, workload), strict=True):
         entry.track.losses.append((step, loss))
 
 
-def _read_meter(entry: Entry) -> None:
-    if entry.wire is None:
-        return
-    records, track = entry.wire.stats().records, entry.track
-    track.meter_bytes = [record.bytes_sent for record in records]
-    track.encode_seconds = [r.compute_seconds for r in records if r.compute_seconds is not None]
-    track.wire_seconds = [r.wire_seconds for r in records if r.wire_seconds is not None]
-    track.exposed_seconds = [r.exposed_seconds for r in records if r.exposed_seconds is not None]
+def _read_meter(track: Track, before: Stats, after: Stats) -> None:
+    """Record what a wire has counted in one step: its gradients, and models or parameters if it sent any."""
+    track.meter_bytes.append(after.bytes_sent - before.bytes_sent)
+    if after.last is None or after.last.encode_seconds is not None:
+        track.encode_seconds.append(after.encode_seconds - before.encode_seconds)
+        track.wire_seconds.append(after.wire_seconds - before.wire_seconds)
+        track.exposed_seconds.append(after.exposed_seconds - before.exposed_seconds)
 
 
 def _join(own: Track) -> Track:
-    """One track of all ranks': a step takes as long as on its slowest rank; all else is the mean."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    """Join the tracks of all ranks. Times of the slowest rank count for a step, other values are means."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        by_step = zip(*(getattr(one, name) for one in everyone), strict=False)  # a rank may not know
+        by_step = zip(*(getattr(one, name) for one in gathered), strict=False)  # a rank may lack them
         setattr(own, name, [mean(values) for values in by_step])
-    own.step_seconds = [max(values) for values in zip(*(one.step_seconds for one in everyone), strict=True)]
+    for name in ("step_seconds", "first_gradient_seconds", "optimizer_seconds"):
+        by_step = zip(*(getattr(one, name) for one in gathered), strict=True)
+        setattr(own, name, [max(values) for values in by_step])
     return own
-
-
-def device() -> torch.device:
-    """Where this rank trains; in the lab, whose hosts would share one GPU, on the CPU."""
-    if torch.cuda.is_available() and ON_CPU not in os.environ:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
-def on_device(batch: Any) -> Any:
-    """A batch where the model is: a tensor, or tuples, lists and dicts of them."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device())
-    if isinstance(batch, tuple | list):
-        parts = [on_device(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, dict):
-        return {key: on_device(part) for key, part in batch.items()}
-    return batch
-
-
-def device_bytes() -> float | None:
-    """What this rank has sent over the network so far; ranks that share a device share its count."""
-    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local == world else _default_route())
-    devices = read_devices()
-    named = [devices[name] for name in (interface or "").split(",") if name in devices]
-    sharing = world if interface == "lo" else local
-    return sum(one.sent for one in named) / sharing if named else None
-
-
-def _default_route() -> str | None:
-    lines = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    return next((words[0] for words in lines if words[1] == "00000000"), None)
-
-
-def probe_rate() -> int:
-    """Bits per second of the real network, by timing an all-reduce; the same on every rank."""
-    payload = torch.zeros(_PROBE_BYTES // 4, device=device())
-    seconds = []
-    for _ in range(4):
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(payload)
-        if payload.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    size = dist.get_world_size()
-    best = torch.tensor(min(seconds[1:]), device=device())
-    dist.all_reduce(best, dist.ReduceOp.MAX)
-    return round(8 * 2 * (size - 1) / size * _PROBE_BYTES / best.item()) if size > 1 else 0

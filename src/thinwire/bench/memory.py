@@ -1,9 +1,10 @@
-"""Peak memory of a rank that trains just one way: each contestant in a process of its own.
+"""Peak memory of a rank that trains a single contestant, in its own process.
 
-A rank forks before it has started a thread or called a user's code, so that every contestant begins with the
-same memory, and no lock is held by a thread that the fork does not have.
+A rank forks before it starts a thread or runs the user's code. Every contestant therefore begins with the
+same memory, and no lock is held by a thread that does not exist in the fork.
 """
 
+import importlib
 import os
 import pickle
 import traceback
@@ -11,22 +12,35 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401 - DDP imports it when first made: once here instead of in every fork
 import torch.distributed as dist
 
-from thinwire.bench.contestants import Contestant
-from thinwire.bench.measure import device, enter, train_step
+from thinwire.bench.contestants import Contestant, rounds_needed
+from thinwire.bench.devices import device
+from thinwire.bench.measure import enter, train_step
 from thinwire.bench.workloads import Workload
+from thinwire.ddp.internals import import_dynamo
 from thinwire.errors import LabError
 
-_STEPS = 3
+_LEAST_STEPS = 3
 
 Prepare = Callable[[int], tuple[Workload, list[Contestant], float | None]]
-"""Opens the process group of a number, and says what is to be trained, by whom, in buckets of how many MB."""
+"""Opens the process group of a number. Returns the workload, the contestants and the bucket size in MB."""
 
 
 def peak_memory(prepare: Prepare) -> list[int]:
-    """Peak resident bytes by contestant, of the rank that needed most; every rank calls it."""
+    """Measure the peak memory of each contestant. Every rank must call it.
+
+    Args:
+        prepare: Called once for each contestant, in a fork of this process.
+
+    Returns:
+        Peak resident bytes for each contestant, the maximum over ranks.
+
+    Raises:
+        LabError: A contestant failed.
+    """
+    import_dynamo()  # once here instead of in every fork, as is what torch's contestants need
+    importlib.import_module("torch.distributed.optim")
     peaks: list[int] = []
     count = 1
     while len(peaks) < count:
@@ -36,20 +50,21 @@ def peak_memory(prepare: Prepare) -> list[int]:
 
 
 def _train(prepare: Prepare, number: int) -> tuple[int, int]:
-    """The peak of contestant `number`, and how many contestants there are."""
+    """Return the peak of contestant `number`, and the number of contestants."""
     workload, contestants, bucket_mb = prepare(number)
     model = workload.model().to(device())
-    entry = enter(contestants[number], model, workload, bucket_mb, _STEPS)
-    for step in range(_STEPS if entry.track.unavailable is None else 0):
+    entry = enter(contestants[number], model, workload, bucket_mb)
+    steps = max(_LEAST_STEPS, rounds_needed(contestants[number].program))
+    for step in range(steps if entry.track.unavailable is None else 0):
         train_step(entry, workload, step)
-    everyone: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(everyone, _high_water_mark())
+    gathered: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, _high_water_mark())
     dist.destroy_process_group()
-    return max(everyone), len(contestants)
+    return max(gathered), len(contestants)
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what went wrong, as Python would say it; ours speak for themselves."""
+    """Return the first line of an error's message, after its type unless it is a LabError."""
     text = str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0]
 
@@ -60,7 +75,7 @@ def _high_water_mark() -> int:
 
 
 def _forked(work: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-    """What `work` returns in a fork of this process."""
+    """Call `work` in a fork of this process, and return its result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -76,7 +91,7 @@ def _forked(work: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
     os.waitpid(child, 0)
-    fine, result = pickle.loads(data) if data else (False, "the process died")
+    fine, result = pickle.loads(data) if data else (False, "the process died without an error")
     if not fine or isinstance(result, str):
         raise LabError(str(result))
     peak, count = result

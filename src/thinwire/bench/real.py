@@ -1,4 +1,4 @@
-"""The benchmark on a real network: every rank of a torchrun job calls it, and rank 0 has the results."""
+"""The benchmark on a real network, run by every rank of a torchrun job."""
 
 import os
 import sys
@@ -6,48 +6,69 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.grid import Grid, machine
+from thinwire.bench.advice import summarize
+from thinwire.bench.grid import Apart, Grid, machine
 from thinwire.bench.measure import OnRound
 from thinwire.bench.results import Cell, Results, Track
-from thinwire.bench.summary import summarize
-from thinwire.bench.worker import work
+from thinwire.bench.worker import served_store, work
 from thinwire.errors import OptionError, StateError
 from thinwire.lab.rate import show_rate
 
 LINK = "this network"
+_FIRST_SEED = 1000
+"""The process groups of seeds have numbers above this, those of peak memory have numbers below."""
 
 
 def under_torchrun() -> bool:
-    """Whether somebody has started this process as a rank already."""
+    """Return whether this process was started as a rank, by torchrun or a similar launcher."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
 
 
 def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnRound) -> Results | None:
-    """Measure between the ranks of this job; the results on rank 0, None on the others."""
+    """Measure the network between the ranks of this job. Every rank must call it.
+
+    Args:
+        grid: The settings. Its links and hosts are ignored.
+        path: The results file, written by rank 0.
+        command: The command line to record.
+        fresh: Overwrite `path` if it exists.
+        on_round: Called after every round.
+
+    Returns:
+        The results on rank 0, None on other ranks.
+
+    Raises:
+        OptionError: The job has one rank only.
+        StateError: `path` exists and `fresh` is false.
+    """
     hosts = int(os.environ["WORLD_SIZE"])
     if hosts < 2:
         raise OptionError(f"WORLD_SIZE={hosts} must be at least 2: one rank sends nothing")
     if path.exists() and not fresh and os.environ["RANK"] == "0":
         raise StateError(f"{path} exists: choose another --out, or --fresh to replace it")
-    heard: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def listen(kind: str, value: Any) -> None:
         if kind in ("round", "overtime"):
             on_round(kind, value)
         else:
-            heard[kind] = value
+            reported[kind] = value
 
-    with redirect_stdout(sys.stderr):  # what a user's model prints is no data of ours
-        work(grid.task(memory=True), listen)
+    losses = []
+    with redirect_stdout(sys.stderr):  # stdout is for results, not for prints of the user's model
+        with served_store():
+            work(grid.task(memory=True), listen)
+            for seed in range(1, grid.seeds):
+                work(grid.task(seed=seed), listen, number=_FIRST_SEED + seed)
+                losses.append(reported["losses"])
         work(grid.task(probe=True), listen)
     if os.environ["RANK"] != "0":
         return None
-    tracks = [Track(**track) for track in heard["tracks"]]
-    for track, memory in zip(tracks, heard["memory"], strict=True):
-        track.peak_memory = None if track.unavailable else memory
-    rate = heard["rate"]
+    tracks = [Track(**track) for track in reported["tracks"]]
+    Apart(reported["memory"], losses).add_to(tracks)
+    rate = reported["rate"]
     network = os.environ.get("THINWIRE_LAB") or f"{hosts} ranks at {show_rate(rate)} (measured)"
-    cell = Cell(grid.workload, hosts, LINK, network, rate, heard["parameters"], tracks)
+    cell = Cell(grid.workload, hosts, LINK, network, rate, reported["parameters"], tracks)
     results = Results(command, {"workload": grid.workload, "steps": grid.steps}, machine(), [cell])
     results.save(path, summarize(results))
     return results

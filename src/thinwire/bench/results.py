@@ -1,4 +1,4 @@
-"""What was measured, as it is kept on disk: raw values only, so that every figure can be derived again."""
+"""The results file of a benchmark. It holds raw measurements, from which all figures are derived."""
 
 import dataclasses
 import json
@@ -15,18 +15,32 @@ FORMAT = 1
 
 @dataclass
 class Track:
-    """One contestant in one cell; lists have one value per step: times of the slowest rank, else the mean.
+    """The measurements of one contestant in one cell.
+
+    Lists have one value for each step. Times of steps, first gradients and optimizers are those of the
+    slowest rank, the others are means over ranks.
 
     Attributes:
-        rival: The name of torch's hook for the same thing.
-        unavailable: Why it could not run; nothing else is filled in then.
-        device_bytes: Read off the network device, per rank; empty where nobody can tell.
-        meter_bytes: Counted by thinwire, per rank; empty where it is not thinwire.
-        encode_seconds: Time within the program; likewise, and empty where times are not known.
-        wire_seconds: Time with a collective under way; likewise.
-        exposed_seconds: Time that backward waited for the network; likewise.
-        losses: (steps done, held-out loss).
-        peak_memory: Of a process that trains just this, in bytes.
+        name: The contestant's name in tables.
+        kind: "ddp", "thinwire", "torch" or "alone".
+        text: The program as the user wrote it.
+        rival: The name of torch's counterpart, or None.
+        unavailable: Why it could not run. All other values are then empty.
+        step_seconds: Time of forward, backward and the optimizer's step.
+        device_bytes: Bytes sent, as counted by the network device. Empty if the device is not known.
+        meter_bytes: Bytes sent, as counted by thinwire. Empty for other contestants.
+        encode_seconds: Time spent in the program. Empty if not known.
+        wire_seconds: Time with a collective in flight. Empty if not known.
+        exposed_seconds: Time that backward waited for the network. Empty if not known.
+        first_gradient_seconds: Time from the start of a step to its first gradient. Measured without
+            communication only.
+        optimizer_seconds: Time of the optimizer's step. Measured without communication only.
+        losses: Pairs (finished steps, held-out loss). Models that ranks train apart are averaged first.
+        seed_losses: Losses after equal steps with other seeds.
+        peak_memory: Peak bytes of a process that trains only this contestant.
+        bucket_mb: The size of DDP's buckets. None for DDP's default, or without DDP.
+        cycle: The number of steps after which costs repeat. None if they do not repeat.
+        averages_models: Whether ranks train models of their own between averages.
     """
 
     name: str
@@ -40,19 +54,29 @@ class Track:
     encode_seconds: list[float] = field(default_factory=list)
     wire_seconds: list[float] = field(default_factory=list)
     exposed_seconds: list[float] = field(default_factory=list)
+    first_gradient_seconds: list[float] = field(default_factory=list)
+    optimizer_seconds: list[float] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
+    seed_losses: list[float] = field(default_factory=list)
     peak_memory: int | None = None
+    bucket_mb: float | None = None
+    cycle: int | None = 1
+    averages_models: bool = False
 
 
 @dataclass
 class Cell:
-    """One workload on one network.
+    """The measurements of one workload on one network.
 
     Attributes:
-        network: In words.
-        link: The asked link, or what the real network is called.
-        rate: Bits per second of the slowest link, if one is known.
-        error: Why the cell has no tracks.
+        workload: A built-in name, or `package.module:build`.
+        hosts: The number of ranks.
+        link: The requested link, or "this network" for a real one.
+        network: A description of the network.
+        rate: Bits per second of the slowest link. None if unlimited or not known.
+        parameters: The number of the model's parameters.
+        tracks: The measurements of each contestant.
+        error: Why the cell failed and has no tracks, or None.
     """
 
     workload: str
@@ -66,16 +90,17 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What tells it apart in its grid."""
+        """The cell's identity within a grid."""
         return self.workload, self.hosts, self.link
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Cell":
-        """The cell that `dataclasses.asdict` turned into plain values."""
+        """Rebuild a cell from the plain values of `dataclasses.asdict`."""
         known = {one.name for one in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
         for track in tracks:
-            track.losses = [(step, math.nan if loss is None else loss) for step, loss in track.losses]
+            track.losses = [(step, _number(loss)) for step, loss in track.losses]
+            track.seed_losses = [_number(loss) for loss in track.seed_losses]
         return Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": tracks})
 
 
@@ -84,9 +109,10 @@ class Results:
     """A whole benchmark.
 
     Attributes:
-        command: Repeats it.
-        settings: What was asked for; a run resumes only where these are the same.
-        machine: What it ran on.
+        command: The command line that repeats it.
+        settings: The requested settings. A run resumes only if these are equal.
+        machine: The machine and its software.
+        cells: The measurements, by workload and network.
     """
 
     command: str
@@ -95,7 +121,15 @@ class Results:
     cells: list[Cell] = field(default_factory=list)
 
     def save(self, path: Path, summary: list[dict[str, Any]]) -> None:
-        """Replace the file at once: an interrupted run leaves the last whole state."""
+        """Write the results to a file atomically, so that an interrupted run leaves the previous version.
+
+        Args:
+            path: The file.
+            summary: The figures derived from the results, from `thinwire.bench.summary.summarize`.
+
+        Raises:
+            StateError: The file cannot be written.
+        """
         data = {"format": FORMAT, "summary": summary, **dataclasses.asdict(self)}
         text = json.dumps(plain(data), indent=1, allow_nan=False)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -108,12 +142,16 @@ class Results:
 
     @staticmethod
     def load(path: Path) -> "Results":
-        """Read a results file; raises StateError where it is none."""
+        """Read a results file.
+
+        Raises:
+            StateError: The file cannot be read, or is not a results file.
+        """
         try:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
                 raise StateError(
-                    f"{path} has format {data['format']!r}, not {FORMAT}: run the benchmark again"
+                    f"{path} has format {data['format']!r}, expected {FORMAT}: run the benchmark again"
                 )
             cells = [Cell.from_json(cell) for cell in data["cells"]]
             return Results(data["command"], data["settings"], data["machine"], cells)
@@ -122,11 +160,16 @@ class Results:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, StateError):
                 raise
-            raise StateError(f"{path} is no results file of thinwire bench ({error!r})") from error
+            raise StateError(f"{path} is not a results file of thinwire bench ({error!r})") from error
+
+
+def _number(value: float | None) -> float:
+    """Return a number of the file, where None stands for a non-finite one."""
+    return math.nan if value is None else value
 
 
 def plain(data: Any) -> Any:
-    """The same with None for what JSON has no word for: inf and NaN."""
+    """Replace non-finite numbers, which JSON cannot represent, by None."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, dict):

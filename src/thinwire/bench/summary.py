@@ -1,49 +1,107 @@
-"""From raw tracks to the figures that answer the question: pure, derived anew each time."""
+"""The figures of a benchmark, derived from its raw tracks."""
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from thinwire.bench.results import Cell, Results, Track
+from thinwire.bench.results import Cell, Track
 
 WARM_UP = 3
 CLOSE_ENOUGH = 0.005
-"""A loss counts as reached within half a per cent: runs of different rounding never meet exactly."""
+"""The relative distance at which a loss counts as reached. Rounding makes exact equality impossible."""
+BASELINE = "BF16"
+"""The program whose speed is shown beside plain DDP's."""
+_PARTS = 4
+_BY_STEP = ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds")
+
+Quartiles = tuple[float, float, float]
+"""Lower quartile, median and upper quartile."""
 
 
 def close_to(loss: float) -> float:
-    """The highest loss that counts as this one."""
+    """Return the highest loss that counts as having reached `loss`."""
     return loss + CLOSE_ENOUGH * abs(loss)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contestant's figures in one cell: seconds, bytes per rank and step, ratios.
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """How well a contestant trains.
 
     Attributes:
-        step: Median step time, with its quartiles.
-        speed_up: Plain DDP's step time over its own: the median of the rounds' ratios, with quartiles.
-        torch_speed_up: The same against torch's own hook of that name.
-        floor: max(compute, bytes / bandwidth): what a perfect overlap would take.
-        over_floor: Step time over that floor.
-        waiting: For the network: exposed time, or where that is not known all beyond computing alone.
-        overhead: The rest of the step: encoding that does not hide, copies, threads in each other's way.
-        loss: Held out, after equal steps.
-        loss_at_time: When the fastest contestant was done.
-        seconds_to_loss: Until plain DDP's final loss was reached, within half a per cent; None: never.
+        loss: Held-out loss after equal steps, the mean over seeds.
+        loss_spread: Its standard deviation over seeds. None with one seed.
+        loss_gap: Its relative distance to plain DDP's loss, the mean over seeds.
+        gap_spread: The standard deviation of that distance over seeds. None with one seed.
+        loss_at_time: Held-out loss when the fastest contestant had finished its steps.
+        steps_to_loss: Steps to plain DDP's final loss, within half a per cent. None if never reached.
+        seconds_to_loss: Time to plain DDP's final loss, within half a per cent. None if never reached.
+    """
+
+    loss: float | None = None
+    loss_spread: float | None = None
+    loss_gap: float | None = None
+    gap_spread: float | None = None
+    loss_at_time: float | None = None
+    steps_to_loss: float | None = None
+    seconds_to_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """What bounds a contestant's step time.
+
+    Attributes:
+        compute: The step time without communication.
+        link_floor: The time that the link needs for the bytes, bytes / bandwidth. None if unlimited.
+        floor: The shortest step that a synchronous exchange of gradients allows,
+            max(compute, first gradient + bytes / bandwidth + optimizer). For averaged models, whose exchanges
+            can overlap with whole steps, max(compute, bytes / bandwidth).
+        over_floor: Step time over `floor`.
+    """
+
+    compute: float | None = None
+    link_floor: float | None = None
+    floor: float | None = None
+    over_floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Row(Floors, Losses):
+    """One contestant's figures in one cell. Times are in seconds, bytes are per rank and step.
+
+    The figures of averaged models are means over whole periods, those of schedules and warm-ups over all
+    rounds. Those of other contestants are medians of single steps.
+
+    Attributes, besides those of `Floors` and `Losses`:
+        name: The contestant's name in tables.
+        kind: "ddp", "thinwire" or "torch".
+        text: The program as the user wrote it.
+        unavailable: Why it could not run, or None.
+        step: Step time.
+        speed_up: Plain DDP's step time over its own, as quartiles of the rounds' ratios.
+        bf16_speed_up: The median of the same ratio against `BF16()`. None if that did not run.
+        torch_speed_up: The median of the same ratio against torch's counterpart. None if there is none.
+        bucket_mb: The size of DDP's buckets. None for DDP's default.
+        device_bytes: Bytes sent, as counted by the network device.
+        meter_bytes: Bytes sent, as counted by thinwire.
+        encode: Time spent in the program.
+        wire: Time with a collective in flight.
+        exposed: Time that backward waited for the network.
+        waiting: The exposed time, or all time beyond `compute` if that is not known.
+        overhead: The rest of the step: encoding that is not overlapped, copies, contention of threads.
+        peak_memory: Peak bytes of a process that trains only this contestant.
     """
 
     name: str
     kind: str
+    text: str = ""
     unavailable: str | None = None
-    step: tuple[float, float, float] | None = None
-    speed_up: tuple[float, float, float] | None = None
+    step: Quartiles | None = None
+    speed_up: Quartiles | None = None
+    bf16_speed_up: float | None = None
     torch_speed_up: float | None = None
-    compute: float | None = None
-    floor: float | None = None
-    over_floor: float | None = None
+    bucket_mb: float | None = None
     device_bytes: float | None = None
     meter_bytes: float | None = None
     encode: float | None = None
@@ -51,66 +109,99 @@ class Row:
     exposed: float | None = None
     waiting: float | None = None
     overhead: float | None = None
-    loss: float | None = None
-    loss_at_time: float | None = None
-    seconds_to_loss: float | None = None
     peak_memory: int | None = None
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What bounds a step of any contestant in a cell."""
+
+    rate: int | None
+    compute: float
+    first_gradient: float | None
+    optimizer: float | None
+
+    @classmethod
+    def of(cls, cell: Cell, alone: Track) -> "_Limits":
+        compute, rounds = statistics.median(_blocks(alone.step_seconds, 1)), len(alone.step_seconds)
+        first, optimizer = (
+            _typical(alone, name, rounds) for name in ("first_gradient_seconds", "optimizer_seconds")
+        )
+        return cls(cell.rate, compute, first, optimizer)
+
+    def floors(self, track: Track, sent: float | None) -> tuple[float | None, float]:
+        """Return `link_floor` and `floor` of a contestant that sends some bytes in a step."""
+        if not self.rate or sent is None:
+            return None, self.compute
+        link = 8 * sent / self.rate
+        if track.averages_models or self.first_gradient is None or self.optimizer is None:
+            return link, max(self.compute, link)
+        return link, max(self.compute, self.first_gradient + link + self.optimizer)
+
+
 def rows(cell: Cell) -> list[Row]:
-    """The figures of everyone who took part, plain DDP first."""
+    """Return the figures of all contestants of a cell, plain DDP first. Empty if the cell failed."""
     plain = next((track for track in cell.tracks if track.kind == "ddp"), None)
     alone = next((track for track in cell.tracks if track.kind == "alone"), None)
     if plain is None or alone is None:
         return []
-    compute = statistics.median(_settled(alone.step_seconds))
+    limits = _Limits.of(cell, alone)
     racing = [track for track in cell.tracks if track.kind != "alone"]
     rounds = len(plain.step_seconds)
     deadline = min(sum(track.step_seconds[:rounds]) for track in racing if not track.unavailable)
-    return [_row(track, cell, plain, compute, deadline) for track in racing]
+    return [_row(track, cell, plain, limits, deadline) for track in racing]
 
 
-def _row(track: Track, cell: Cell, plain: Track, compute: float, deadline: float) -> Row:
+def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: float) -> Row:
     if track.unavailable:
-        return Row(track.name, track.kind, unavailable=track.unavailable)
+        return Row(track.name, track.kind, track.text, unavailable=track.unavailable)
     rounds = len(plain.step_seconds)
-    step = _quartiles(_settled(track.step_seconds[:rounds]))
-    on_wire = _median(track.meter_bytes or track.device_bytes)
-    floor = max(compute, 8 * on_wire / cell.rate) if cell.rate and on_wire is not None else compute
-    beyond, exposed = max(0.0, step[1] - compute), _median(track.exposed_seconds)
+    step = _quartiles(_blocks(track.step_seconds[:rounds], track.cycle))
+    typical = {name: _typical(track, name, rounds) for name in _BY_STEP}
+    link, floor = limits.floors(track, typical["meter_bytes"] or typical["device_bytes"])
+    beyond, exposed = max(0.0, step[1] - limits.compute), typical["exposed_seconds"]
     waiting = beyond if exposed is None else min(beyond, exposed)
-    rival = next((one for one in cell.tracks if one.name == track.rival and not one.unavailable), None)
+    others = {one.name: one for one in cell.tracks if not one.unavailable}
+    losses, gaps, target = _final_losses(track, plain), _gaps(track, plain), close_to(plain.losses[-1][1])
     return Row(
         track.name,
         track.kind,
+        track.text,
         step=step,
         speed_up=_quartiles(_ratios(plain, track)),
-        torch_speed_up=statistics.median(_ratios(rival, track)) if rival else None,
-        compute=min(compute, step[1]),
+        bf16_speed_up=_speed_up(others.get(BASELINE), track),
+        torch_speed_up=_speed_up(others.get(track.rival or ""), track),
+        bucket_mb=track.bucket_mb,
+        compute=min(limits.compute, step[1]),
+        link_floor=link,
         floor=floor,
         over_floor=step[1] / floor,
-        device_bytes=_median(track.device_bytes),
-        meter_bytes=_median(track.meter_bytes),
-        encode=_median(track.encode_seconds),
-        wire=_median(track.wire_seconds),
+        device_bytes=typical["device_bytes"],
+        meter_bytes=typical["meter_bytes"],
+        encode=typical["encode_seconds"],
+        wire=typical["wire_seconds"],
         exposed=exposed,
         waiting=waiting,
         overhead=beyond - waiting,
-        loss=dict(track.losses)[len(plain.step_seconds)],
+        loss=statistics.fmean(losses),
+        loss_spread=_deviation(losses),
+        loss_gap=statistics.fmean(gaps),
+        gap_spread=_deviation(gaps),
         loss_at_time=loss_at(track, deadline),
-        seconds_to_loss=seconds_to(track, close_to(plain.losses[-1][1])),
+        steps_to_loss=steps_to(track, target),
+        seconds_to_loss=seconds_to(track, target),
         peak_memory=track.peak_memory,
     )
 
 
 def curve(track: Track) -> list[tuple[float, float, float]]:
-    """(wall seconds, bytes sent, loss) at each evaluation: the contestant's own time, as if it ran alone."""
+    """Return (wall seconds, bytes sent, loss) at each evaluation, in the contestant's own time."""
     sent = track.meter_bytes or track.device_bytes or [math.nan] * len(track.step_seconds)
     return [(sum(track.step_seconds[:step]), sum(sent[:step]), loss) for step, loss in track.losses]
 
 
 def loss_at(track: Track, seconds: float) -> float:
-    """The loss after so many seconds, on the line between evaluations."""
+    """Return the loss after `seconds`, interpolated linearly between evaluations."""
     points = [(time, loss) for time, _, loss in curve(track)]
     for (before, high), (after, low) in pairwise(points):
         if before <= seconds <= after:
@@ -119,8 +210,16 @@ def loss_at(track: Track, seconds: float) -> float:
 
 
 def seconds_to(track: Track, loss: float) -> float | None:
-    """When the loss first fell to `loss`, on the line between evaluations."""
-    points = [(time, loss) for time, _, loss in curve(track)]
+    """Return the time at which `loss` was first reached, interpolated linearly, or None if it never was."""
+    return _reached([(time, loss) for time, _, loss in curve(track)], loss)
+
+
+def steps_to(track: Track, loss: float) -> float | None:
+    """Return the number of steps after which `loss` was first reached, or None if it never was."""
+    return _reached([(float(step), loss) for step, loss in track.losses], loss)
+
+
+def _reached(points: list[tuple[float, float]], loss: float) -> float | None:
     if points[0][1] <= loss:
         return 0.0
     for (before, high), (after, low) in pairwise(points):
@@ -129,77 +228,58 @@ def seconds_to(track: Track, loss: float) -> float | None:
     return None
 
 
-def advice(cell: Cell) -> str:
-    """What to use here, and why, in a sentence."""
-    here = f"On {cell.network}"
-    if cell.error:
-        return f"{here}: no advice, the run failed ({cell.error})."
-    table = [row for row in rows(cell) if row.step and row.speed_up]
-    if not table:
-        return f"{here}: no advice, nothing was measured."
-    plain, *others = table
-    if plain.loss is None or not math.isfinite(plain.loss):
-        return f"{here}: no advice, plain DDP's own loss is not finite; choose a smaller learning rate."
-    spent = f"plain DDP spends {_share_beyond(plain):.0%} of a step beyond computing"
-    better = [row for row in others if _is_better(row, plain)]
-    best = min(better, key=lambda row: row.seconds_to_loss or 0.0, default=None)
-    if best is None or best.speed_up is None or best.seconds_to_loss is None or not plain.seconds_to_loss:
-        return f"{here}, stay with plain DDP: {spent}, and nothing else came to its loss clearly sooner."
-    ratio = best.seconds_to_loss / plain.seconds_to_loss
-    text = (
-        f"{here}, use {best.name}: {spent}; {best.name} steps {best.speed_up[1]:.2f} x as fast and reaches"
-        f" DDP's loss in {ratio:.2f} x the time"
-    )
-    left = _share_on_wire(best, cell)
-    return text + (f". {left:.0%} of its step is bytes on the link: fewer would help." if left > 0.3 else ".")
+def _typical(track: Track, name: str, rounds: int) -> float | None:
+    """Return the median of single steps, or of means over a cycle. Overtime is left out."""
+    values = getattr(track, name)[:rounds]
+    return statistics.median(_blocks(values, track.cycle)) if values else None
 
 
-def _is_better(row: Row, plain: Row) -> bool:
-    """Three of four of its steps are faster, and it comes to plain DDP's loss sooner."""
-    if row.speed_up is None or row.seconds_to_loss is None or plain.seconds_to_loss is None:
-        return False
-    return row.speed_up[0] > 1.0 and row.seconds_to_loss < plain.seconds_to_loss
+def _blocks(values: list[float], cycle: int | None) -> list[float]:
+    """Return values that can be compared: those of single steps, or means over whole cycles.
+
+    Costs that do not repeat are averaged over every fourth step. These four means have all stages of a
+    schedule in them, so that their spread is that of the measurement.
+    """
+    settled = values[WARM_UP:] or values
+    if cycle is None:
+        return [statistics.fmean(settled[first::_PARTS]) for first in range(min(_PARTS, len(settled)))]
+    if cycle == 1 or len(settled) < cycle:
+        return settled
+    whole = range(0, len(settled) - cycle + 1, cycle)
+    return [statistics.fmean(settled[first : first + cycle]) for first in whole]
 
 
-def _share_beyond(row: Row) -> float:
-    return ((row.waiting or 0.0) + (row.overhead or 0.0)) / row.step[1] if row.step else 0.0
-
-
-def _share_on_wire(row: Row, cell: Cell) -> float:
-    sent = row.meter_bytes or row.device_bytes
-    return 8 * sent / cell.rate / row.step[1] if sent and cell.rate and row.step else 0.0
-
-
-def summarize(results: Results) -> list[dict[str, Any]]:
-    """Rows and advice of every cell, as plain values."""
-    return [
-        {
-            "workload": cell.workload,
-            "hosts": cell.hosts,
-            "link": cell.link,
-            "network": cell.network,
-            "error": cell.error,
-            "advice": advice(cell),
-            "rows": [asdict(row) for row in rows(cell)],
-        }
-        for cell in results.cells
-    ]
-
-
-def _settled(values: list[float]) -> list[float]:
-    return values[WARM_UP:]
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(_settled(values)) if values else None
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def _quartiles(values: list[float]) -> Quartiles:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
 
 
 def _ratios(other: Track, own: Track) -> list[float]:
-    """The other's time over its own, round by round; overtime has no rounds."""
-    pairs = zip(_settled(other.step_seconds), _settled(own.step_seconds), strict=False)
-    return [theirs / ours for theirs, ours in pairs]
+    """Return the other's step time over its own in each round or cycle. Overtime is left out."""
+    rounds = min(len(other.step_seconds), len(own.step_seconds))
+    theirs = _blocks(other.step_seconds[:rounds], own.cycle)
+    ours = _blocks(own.step_seconds[:rounds], own.cycle)
+    return [one / two for one, two in zip(theirs, ours, strict=True)]
+
+
+def _speed_up(other: Track | None, own: Track) -> float | None:
+    return statistics.median(_ratios(other, own)) if other else None
+
+
+def _final_losses(track: Track, plain: Track) -> list[float]:
+    """Return the losses after equal steps, one for each seed."""
+    return [dict(track.losses)[len(plain.step_seconds)], *track.seed_losses]
+
+
+def _gaps(track: Track, plain: Track) -> list[float]:
+    """Return the relative distances to plain DDP's loss after equal steps, one for each seed."""
+    pairs = zip(_final_losses(track, plain), _final_losses(plain, plain), strict=False)
+    return [(own - base) / abs(base) if base else math.nan for own, base in pairs]
+
+
+def _deviation(values: list[float]) -> float | None:
+    if len(values) == 1:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan

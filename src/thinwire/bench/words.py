@@ -1,55 +1,95 @@
-"""A row's figures as people read them, the same in the terminal and on the page."""
+"""The texts of a row's figures, shared by the terminal and the HTML page."""
 
+from collections.abc import Callable
+
+from thinwire.bench.rivals import ONE_BUCKET_MB
 from thinwire.bench.summary import Row
 
-SPEED = ("step", "speed-up", "vs torch", "vs floor")
-LOSS = ("loss", "loss at time", "to DDP's loss")
+SPEED = ("step", "speed-up", "vs BF16", "vs torch")
+FLOOR = ("buckets", "link floor", "floor", "vs floor")
+LOSS = ("loss", "vs DDP", "loss at time", "to DDP's loss")
 COST = ("meter", "device", "encode", "wire", "exposed", "memory")
 
 LEGEND = (
-    "step: median time of forward, backward and update. speed-up: against plain DDP, median of the"
-    " rounds' ratios (quartiles). vs torch: speed-up against torch's own hook of that name. vs floor:"
-    " step over max(compute, bytes / bandwidth). meter, device: bytes per rank and step, counted by"
-    " thinwire and read off the network device. encode, wire, exposed: time within the program, with a"
-    " collective under way, and of backward waiting. loss: held out, after equal steps; at time: when"
-    " the first was done with them. to DDP's loss: own time to come within 0.5 % of plain DDP's final"
-    " loss, going on for as long as plain DDP took. memory: peak of a rank that trains just this."
+    "step: median time of forward, backward and update; of averaged models the mean over a period. speed-up:"
+    " against plain DDP, median of the rounds' ratios (quartiles). vs BF16, vs torch: the same against BF16()"
+    " and against torch's own for this purpose. buckets: size of DDP's buckets. link floor: bytes /"
+    " bandwidth. floor: max(compute, time of the first gradient + bytes / bandwidth + optimizer); of averaged"
+    " models max(compute, bytes / bandwidth). vs floor: step over floor. loss: held-out loss after equal"
+    " steps (± over seeds), of averaged models that of the average; vs DDP: against plain DDP's. loss at"
+    " time: held-out loss when the fastest contestant has finished these steps. to DDP's loss: own time until"
+    " within 0.5 % of plain DDP's final loss, with overtime up to the time that plain DDP took. meter,"
+    " device: bytes per rank and step, counted by thinwire and by the network device. encode: time spent in"
+    " the program. wire: time with a collective in flight. exposed: time that backward waits for the network."
+    " memory: peak of a rank that trains only this contestant."
 )
 
 
 def speed_of(row: Row) -> list[str]:
-    """The figures in the order of SPEED, as text."""
+    """Return the figures named by SPEED as text."""
     if row.step is None or row.speed_up is None:
         return ["not possible", *[""] * (len(SPEED) - 1)]
     low, middle, high = row.speed_up
     return [
         _milliseconds(row.step[1]),
         f"{middle:.2f} x ({low:.2f}-{high:.2f})",
+        _times(row.bf16_speed_up),
         _times(row.torch_speed_up),
-        _times(row.over_floor),
     ]
 
 
+def floor_of(row: Row) -> list[str]:
+    """Return the figures named by FLOOR as text."""
+    floors = [_milliseconds(row.link_floor), _milliseconds(row.floor)]
+    return [_buckets(row.bucket_mb), *floors, _times(row.over_floor)]
+
+
 def loss_of(row: Row) -> list[str]:
-    """The figures in the order of LOSS, as text."""
+    """Return the figures named by LOSS as text."""
     reached = "never" if row.seconds_to_loss is None else f"{row.seconds_to_loss:.1f} s"
-    return [f"{row.loss:.4f}", f"{row.loss_at_time:.4f}", reached]
+    loss = f"{row.loss:.4f}" + ("" if row.loss_spread is None else f" ± {row.loss_spread:.4f}")
+    gap = f"{percent(row.loss_gap or 0.0)} %"
+    spread = "" if row.gap_spread is None else f" ± {100 * row.gap_spread:.2f}"
+    return [loss, gap + spread, f"{row.loss_at_time:.4f}", reached]
 
 
 def cost_of(row: Row) -> list[str]:
-    """The figures in the order of COST, as text."""
+    """Return the figures named by COST as text."""
     sizes = [_bytes(row.meter_bytes), _bytes(row.device_bytes)]
     times = [_milliseconds(row.encode), _milliseconds(row.wire), _milliseconds(row.exposed)]
     return [*sizes, *times, _bytes(row.peak_memory)]
 
 
+DETAILS: tuple[tuple[tuple[str, ...], Callable[[Row], list[str]]], ...] = (
+    (FLOOR, floor_of),
+    (LOSS, loss_of),
+    (COST, cost_of),
+)
+"""The tables of contestants that ran, each as column names and a function from a row to their texts."""
+
+
 def megabytes(count: float) -> str:
-    """A number of bytes in MB, to three digits.
+    """Format a number of bytes in MB, to three digits.
 
     >>> megabytes(25_900_000), megabytes(130), megabytes(0)
     ('25.9 MB', '0.00013 MB', '0 MB')
     """
     return f"{count / 1e6:.3g} MB"
+
+
+def percent(ratio: float) -> str:
+    """Format a relative difference in per cent, with its sign and two decimals.
+
+    >>> percent(0.0123), percent(-0.00001)
+    ('+1.23', '+0.00')
+    """
+    return f"{round(100 * ratio, 2) + 0.0:+.2f}"
+
+
+def _buckets(size: float | None) -> str:
+    if size is None:
+        return "DDP's"
+    return "one" if size >= ONE_BUCKET_MB else f"{size:g} MB"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,26 +1,29 @@
-"""A rank of a benchmark: `python -m thinwire.bench.worker TASK`, on each host, with TASK as JSON.
+"""A rank of a benchmark, started on each host by `python -m thinwire.bench.worker TASK` with TASK as JSON.
 
-It reports by lines on stdout that begin with `MARK`: rank 0 what was measured, any rank what went wrong.
+It reports by lines on stdout that begin with `MARK`. Rank 0 reports measurements, every rank reports errors.
 """
 
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from thinwire.bench.contestants import Contestant, line_up
-from thinwire.bench.measure import device, measure, probe_rate
+from thinwire.bench.devices import device, probe_rate
+from thinwire.bench.measure import measure
 from thinwire.bench.memory import peak_memory, reason
-from thinwire.bench.results import Track
 from thinwire.bench.workloads import Workload, find_workload
 
 MARK = "thinwire-bench "
@@ -32,7 +35,19 @@ Report = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told."""
+    """The instructions for every rank.
+
+    Attributes:
+        workload: A built-in name, or `package.module:build`.
+        programs: Texts for `parse_program`.
+        steps: The number of rounds.
+        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        with_torch: Whether to run torch's own hooks too.
+        memory: Measure peak memory instead of steps.
+        probe: Also measure the network's rate.
+        seed: Train with this seed for the losses alone, if it is not 0.
+        seconds: The time limit of a collective.
+    """
 
     workload: str
     programs: tuple[str, ...]
@@ -41,33 +56,52 @@ class Task:
     with_torch: bool = True
     memory: bool = False
     probe: bool = False
+    seed: int = 0
     seconds: float = 600.0
 
     def prepare(self, number: int) -> tuple[Workload, list[Contestant], float | None]:
-        """Open the process group of that number; what to train, and who takes part."""
+        """Open the process group of that number. Return the workload, the contestants and the bucket size."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         workload = find_workload(self.workload)
         _join(self, number)
         return workload, line_up(list(self.programs), with_torch=self.with_torch), self.bucket_mb
 
 
-def work(task: Task, report: Report) -> None:
-    """Report `memory`, or `rate`, `round`s, `overtime`, `parameters` and `tracks`."""
+def work(task: Task, report: Report, *, number: int = 0) -> None:
+    """Do the task of one rank.
+
+    Args:
+        task: The instructions.
+        report: Called with a kind and a value. The kind is `memory` or `losses` if the task asks for these,
+            or else `parameters`, `rate`, `round`, `overtime` and `tracks`.
+        number: The number of the process group. A process can open each only once. All but 0 need
+            `served_store`, and so does peak memory.
+    """
     if task.memory:
-        report("memory", peak_memory(lambda number: task.prepare(number + 1)))
+        report("memory", peak_memory(lambda contestant: task.prepare(contestant + 1)))
         return
-    workload, contestants, bucket_mb = task.prepare(0)
+    workload, contestants, bucket_mb = task.prepare(number)
+    if task.seed:
+        seeded = workload.with_seed(task.seed, task.steps)
+        tracks = measure(seeded, contestants, task.steps, bucket_mb, lambda *_: None, overtime=False)
+        report("losses", [track.losses[-1][1] if track.losses else math.nan for track in tracks])
+        _leave()
+        return
     report("parameters", sum(parameter.numel() for parameter in workload.model().parameters()))
     if task.probe:
         report("rate", probe_rate())
-    tracks: list[Track] = measure(workload, contestants, task.steps, bucket_mb, _pacer(report, task.steps))
+    tracks = measure(workload, contestants, task.steps, bucket_mb, _pacer(report, task.steps))
     report("tracks", [asdict(track) for track in tracks])
+    _leave()
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _join(task: Task, number: int) -> None:
-    """Open a process group; number 0 is the one that torchrun or the lab prepared."""
+    """Open a process group. Number 0 is the one that torchrun or the lab prepared."""
     limit = timedelta(seconds=task.seconds)
     backend = "gloo"
     if device().type == "cuda":
@@ -78,16 +112,49 @@ def _join(task: Task, number: int) -> None:
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        agents = dist.TCPStore(address, port, is_master=False, timeout=limit)
-        store: dist.Store = dist.PrefixStore(f"thinwire memory {number}", agents)
-    else:
-        store = dist.TCPStore(address, port + number, world_size, is_master=rank == 0, timeout=limit)
+    served = dist.TCPStore(address, port, is_master=False, timeout=limit)
+    store = dist.PrefixStore(f"thinwire bench {number}", served)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
+@contextmanager
+def served_store() -> Iterator[None]:
+    """Serve the store of all process groups but 0 from a process of its own, unless torchrun serves one.
+
+    Enter it before any thread is started, because it forks. A store for each process group would need a port
+    each, which another program may have taken.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+        yield
+        return
+    server = os.fork()
+    if server == 0:
+        _serve_store()
+    try:
+        yield
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def _serve_store() -> NoReturn:
+    try:
+        _end_with_parent()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+        while store:
+            signal.pause()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _pacer(report: Report, steps: int) -> Callable[[str, int], None]:
-    """Not more reports than a progress bar can use."""
+    """Return a callback that limits the reports to the rate that a progress bar can show."""
     latest = 0.0
 
     def on_round(kind: str, done: int) -> None:
@@ -100,18 +167,20 @@ def _pacer(report: Report, steps: int) -> Callable[[str, int], None]:
 
 
 def main() -> None:
-    """Work on the task of the command line, and end with whoever gave it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Run the task on the command line. The process ends when its parent does."""
+    _end_with_parent()
 
     def report(kind: str, value: Any) -> None:
         if os.environ["RANK"] == "0" or kind == "error":
-            # A line of its own: whoever printed before may have left one unfinished.
+            # Begin with a newline, because the user's code may have printed an incomplete line.
             sys.stdout.write(f"\n{MARK}{json.dumps([kind, value])}\n")
             sys.stdout.flush()
 
-    task = json.loads(sys.argv[1])
+    given = json.loads(sys.argv[1])
+    task = Task(**{**given, "programs": tuple(given["programs"])})
     try:
-        work(Task(**{**task, "programs": tuple(task["programs"])}), report)
+        with served_store() if task.memory else nullcontext():
+            work(task, report)
     except Exception as error:
         report("error", reason(error))
         raise

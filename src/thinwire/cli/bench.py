@@ -1,4 +1,4 @@
-"""`thinwire bench`: programs, links and world sizes side by side."""
+"""The command `thinwire bench`, which compares programs on several links and world sizes."""
 
 import shlex
 import sys
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
-from thinwire.bench.contestants import PROGRAMS, split_programs
+from thinwire.bench.advice import advise, summarize
 from thinwire.bench.grid import LOOPBACK, Grid, run_grid
+from thinwire.bench.parsing import PROGRAMS, split_programs
 from thinwire.bench.real import LINK, run_here, under_torchrun
 from thinwire.bench.results import Results
-from thinwire.bench.summary import advice, rows, summarize
+from thinwire.bench.summary import rows
 from thinwire.bench.words import LEGEND
 from thinwire.bench.workloads import WORKLOADS
 from thinwire.cli.output import check_writable, err, out, print_json
@@ -24,24 +25,45 @@ from thinwire.lab.namespaces import way_in
 @click.option(
     "--programs",
     default=",".join(PROGRAMS),
+    show_default="all of thinwire's",
+    help="Programs, separated by commas: Name(option=value), or package.module:Name for your own.",
+)
+@click.option(
+    "--links",
+    default="100mbit",
     show_default=True,
-    help="With commas; Name(option=value), or package.module:Name of your own.",
+    help="Link rates, separated by commas. unlimited and loopback are allowed.",
+)
+@click.option("--hosts", default="2", show_default=True, help="World sizes, separated by commas.")
+@click.option(
+    "--workload",
+    default="gpt-1m",
+    show_default=True,
+    type=click.Choice(list(WORKLOADS)),
+    help="Built-in model to train.",
 )
 @click.option(
-    "--links", default="100mbit", show_default=True, help="Rates with commas; unlimited and loopback too."
+    "--model", metavar="MODULE:BUILD", help="Train your own model. build() must return (model, batch)."
 )
-@click.option("--hosts", default="2", show_default=True, help="World sizes, with commas.")
-@click.option("--workload", default="gpt-1m", show_default=True, type=click.Choice(list(WORKLOADS)))
-@click.option("--model", metavar="MODULE:BUILD", help="Your own: build() returns (model, batch).")
-@click.option("--steps", default=60, show_default=True, help="Rounds for each link and world size.")
-@click.option("--bucket-mb", type=float, help="DDP's bucket_cap_mb.  [default: DDP's own]")
-@click.option("--no-torch", is_flag=True, help="Leave torch's own hooks out.")
-@click.option("--out", "path", default="bench.json", show_default=True, type=click.Path(path_type=Path))
-@click.option("--fresh", is_flag=True, help="Start anew where --out holds a benchmark already.")
+@click.option("--steps", default=60, show_default=True, help="Rounds per link and world size.")
 @click.option(
-    "--or-loopback", is_flag=True, help="Where the lab is impossible, say why and measure over loopback."
+    "--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: what suits each contestant]"
 )
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout instead of a table.")
+@click.option("--seeds", default=1, show_default=True, help="Trainings for losses, each with its own seed.")
+@click.option("--no-torch", is_flag=True, help="Do not run torch's own hooks and optimizers.")
+@click.option(
+    "--out",
+    "path",
+    default="bench.json",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Results file. If it exists, the benchmark is resumed.",
+)
+@click.option("--fresh", is_flag=True, help="Overwrite --out instead of resuming it.")
+@click.option(
+    "--or-loopback", is_flag=True, help="Measure over loopback if this machine cannot emulate links."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of tables.")
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -52,22 +74,25 @@ def bench(
     model: str | None,
     steps: int,
     bucket_mb: float | None,
+    seeds: int,
     no_torch: bool,
     path: Path,
     fresh: bool,
     or_loopback: bool,
     as_json: bool,
 ) -> None:
-    r"""Train side by side, on every link: plain DDP, thinwire's programs, torch's own hooks.
+    """Compare plain DDP, thinwire's programs and torch's own hooks on every link.
 
-    Runs on emulated hosts of this machine, or, started under torchrun, on the real network. A run that was
-    stopped goes on where it was.
+    The benchmark runs on emulated hosts of this machine, or on the real network if started by torchrun. An
+    interrupted run is resumed by the same command.
+
+    Try:
 
     \b
-    thinwire bench --links 10mbit,100mbit,1gbit --hosts 2,4
-    thinwire bench --model mypackage.train:build --programs exact,bf16
-    torchrun --nnodes 2 ... -m thinwire bench
-    """
+      thinwire bench --links 10mbit,100mbit,1gbit --hosts 2,4
+      thinwire bench --model mypackage.train:build --programs exact,bf16
+      torchrun --nnodes 2 ... -m thinwire bench
+    """  # noqa: D301 - click needs the control character \b, not a raw string
     check_writable(path)
     grid = Grid(
         workload=model or workload,
@@ -77,6 +102,7 @@ def bench(
         steps=steps,
         bucket_mb=bucket_mb,
         with_torch=not no_torch,
+        seeds=seeds,
     )
     if under_torchrun():
         with progress(steps) as tracker:
@@ -104,7 +130,7 @@ def _links(text: str, *, or_loopback: bool) -> tuple[str, ...]:
         if not or_loopback:
             raise
         err.print(
-            f"no lab, so this measures over loopback, where fewer bytes save no time: {error}", style="bold"
+            f"measuring over loopback, where fewer bytes save no time, without the lab: {error}", style="bold"
         )
         return (LOOPBACK,)
     return links
@@ -137,5 +163,9 @@ def _show(results: Results, *, as_json: bool) -> None:
             for row in rows(cell):
                 if row.unavailable:
                     out.print(f"{row.name}: {row.unavailable}")
-        out.print(f"{advice(cell)}\n", style="bold")
+        advice = advise(cell)
+        out.print(advice.text, style="bold")
+        if advice.line:
+            out.print(f"\n    {advice.line}", style="bold")
+        out.print()
     err.print(LEGEND, style="dim")

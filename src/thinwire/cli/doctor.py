@@ -1,4 +1,4 @@
-"""`thinwire doctor`: what is here, what is missing, and how to get it."""
+"""The command `thinwire doctor`, which shows what is installed, what is missing and how to install it."""
 
 from dataclasses import asdict
 
@@ -13,10 +13,13 @@ OK, MISSING, NO = Text("ok", "green"), Text("missing", "red"), Text("no", "yello
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="All findings as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Show versions, backends and what the lab needs; exit code 1 where something necessary is missing."""
+    """Show versions, backends and the requirements of the lab.
+
+    The exit code is 1 if a required component is missing. Optional ones are listed with what they are for.
+    """
     findings = examine()
     if as_json:
         print_json([asdict(finding) for finding in findings])

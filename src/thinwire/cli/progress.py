@@ -1,4 +1,4 @@
-"""How far it is: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress of a benchmark, shown as a bar on a terminal and as occasional lines elsewhere."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Tracker:
-    """Counts rounds over several cells."""
+    """A counter of rounds over several cells.
+
+    Args:
+        total: The number of rounds of all cells.
+        bar: The progress bar to update. None to print lines.
+    """
 
     def __init__(self, total: int, bar: Progress | None) -> None:
         self._total = total
@@ -24,7 +29,7 @@ class Tracker:
         self._latest = self._begun = time.monotonic()
 
     def __call__(self, label: str, done: int) -> None:
-        """So many rounds of the cell called `label` are done."""
+        """Show that `done` rounds of the cell `label` have finished."""
         if label != self._label:
             self._label, self._before = label, self._before + self._done
             self._begun = time.monotonic()
@@ -36,7 +41,7 @@ class Tracker:
             self._announce(f"{label}: {self._before + done} of {self._total} rounds, {self._left()}")
 
     def _left(self) -> str:
-        """At the pace of the cell that is running."""
+        """Estimate the remaining time from the pace of the running cell."""
         pace = (time.monotonic() - self._begun) / max(1, self._done)
         return f"about {pace * (self._total - self._before - self._done):.0f} s left"
 
@@ -48,7 +53,7 @@ class Tracker:
 
 @contextmanager
 def progress(total: int) -> Iterator[Tracker]:
-    """A tracker of `total` rounds."""
+    """Yield a tracker of `total` rounds."""
     if not err.is_terminal:
         yield Tracker(total, None)
         return

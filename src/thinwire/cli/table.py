@@ -1,33 +1,42 @@
-"""A cell's figures as tables that fit 80 columns."""
+"""Tables of a cell's figures that fit 80 columns."""
 
 from rich.table import Table
 
 from thinwire.bench.results import Cell
 from thinwire.bench.summary import Row, rows
-from thinwire.bench.words import COST, LOSS, SPEED, cost_of, loss_of, speed_of
+from thinwire.bench.words import DETAILS, SPEED, speed_of
 
 
 def tables(cell: Cell) -> list[Table]:
-    """How fast, how well, at what cost; one line per contestant in each."""
+    """Return tables of speed, floors, loss and cost, with one line for each contestant."""
     shown = rows(cell)
     ran = [row for row in shown if row.step]
     return [
         _table(SPEED, [(row, speed_of(row)) for row in shown]),
-        _table(LOSS, [(row, loss_of(row)) for row in ran]),
-        _table(COST, [(row, cost_of(row)) for row in ran]),
+        *(_table(columns, [(row, text_of(row)) for row in ran]) for columns, text_of in DETAILS),
     ]
 
 
 def _table(columns: tuple[str, ...], lines: list[tuple[Row, list[str]]]) -> Table:
+    return text_table(columns, [(row.name, figures, row.kind == "thinwire") for row, figures in lines])
+
+
+def text_table(columns: tuple[str, ...], lines: list[tuple[str, list[str], bool]]) -> Table:
+    """Return a table of texts.
+
+    Args:
+        columns: The headings of all columns but the first.
+        lines: For each line its name, the texts of the columns, and whether it is bold.
+    """
     made = Table(box=None, pad_edge=False)
     made.add_column("", overflow="fold")
     for name in columns:
         made.add_column(name, justify="right", no_wrap=True)
-    for row, figures in lines:
-        made.add_row(row.name, *figures, style="bold" if row.kind == "thinwire" else "")
+    for name, figures, bold in lines:
+        made.add_row(name, *figures, style="bold" if bold else "")
     return made
 
 
 def title(cell: Cell) -> str:
-    """What was trained, and where."""
+    """Return a title with the workload and the network."""
     return f"{cell.workload}, {cell.parameters / 1e6:.1f} M parameters, {cell.network}"

@@ -1,1 +1,1 @@
-"""Codecs: pure tensor functions from gradients to what travels, and back."""
+"""Codecs: pure tensor functions that encode gradients for the wire and decode them."""

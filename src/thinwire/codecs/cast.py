@@ -1,4 +1,4 @@
-"""Fewer bits a number, nothing else: a cast to fp16 or bf16."""
+"""A codec that casts to fp16 or bf16."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,10 +13,16 @@ _CARRIERS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Casts to `dtype` and back; complex numbers travel as pairs.
+    """A cast to `dtype` and back. Complex numbers are sent as pairs of real ones.
 
-    Encodings add up, so they may be all-reduced. inf and NaN stay what they are; a finite number beyond
-    the dtype's range becomes inf.
+    Encodings can be summed, so `Reduced` can all-reduce them. Infinite and NaN numbers are preserved. A
+    finite number beyond the dtype's range becomes infinite.
+
+    Args:
+        dtype: `torch.float16`, `torch.bfloat16` or `torch.float32`.
+
+    Raises:
+        OptionError: `dtype` is none of these.
 
     >>> codec = Cast(torch.bfloat16)
     >>> codec.decode(codec.encode(torch.tensor([1.001])), into=torch.empty(1))
@@ -30,21 +36,20 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in _CARRIERS:
             raise OptionError(
-                f"dtype={self.dtype} is not one that gradients are cast to for the wire: take"
-                f" {', '.join(map(str, _CARRIERS))}"
+                f"dtype={self.dtype} is not supported: use one of {', '.join(map(str, _CARRIERS))}"
             )
 
     @property
     def wire_bits(self) -> float:
-        """The dtype's own."""
+        """Bits of `dtype`."""
         return self.dtype.itemsize * 8
 
     def encode(self, x: torch.Tensor) -> Parts:
-        """One part: `x` in `dtype`; never `x` itself, so that it may be reduced in place."""
+        """Return one part, a copy of `x` in `dtype`, which may be reduced in place."""
         return (numbers_of(x).to(self.dtype, copy=True),)
 
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
-        """Write the numbers into `into`, in its dtype, and return it."""
+        """Write the numbers to `into`, in its dtype, and return it."""
         (part,) = parts
         room_of(into).copy_(part)
         return into

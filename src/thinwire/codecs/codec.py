@@ -1,91 +1,229 @@
-"""What a codec is: a pure function from numbers to what travels, and its inverse as far as there is one.
+"""The base classes of codecs, and the helpers that codecs share.
 
     encode(x) -> parts          x: any shape, any floating dtype
-    decode(parts, into)         into: as many numbers, in the dtype wanted
+    decode(parts, into)         into: as many numbers as x has, in any floating dtype
 
-The sizes and dtypes of the parts depend on the number of numbers alone, never on their values: ranks lay out
-each other's bytes by their own. An infinite or NaN number must leave at least one non-finite number after
-decoding, so that no rank misses an overflow.
+Shapes and dtypes of the parts depend only on the count of numbers, never on their values, because each rank
+reads the bytes of the others by the layout of its own. If a number is non-finite, at least one decoded number
+must be non-finite, so that every rank detects the overflow.
 
-A codec that draws random numbers has a field `seed`; programs set it anew for every step and bucket.
+A codec that draws random numbers has a field `seed`. Programs derive a new seed for every step and bucket.
 """
 
 import dataclasses
+import sys
 import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from numbers import Integral
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from thinwire.errors import OptionError
+from thinwire.kernels import blocks as native_blocks
 
 Parts = tuple[torch.Tensor, ...]
-"""An encoding: one or more tensors that travel together."""
+"""An encoding: one or more tensors that are sent together."""
 
 _AT_ONCE = 1 << 18
-"""Numbers worked on at a time: what fits in a core's second-level cache with its intermediate results."""
+"""Numbers processed at a time, so that they and their intermediate results fit in a core's L2 cache."""
 
 
 class Codec(ABC):
-    """Encodes numbers for the wire; stateless: make it a frozen dataclass."""
+    """The protocol of codecs. A codec is stateless, and best a frozen dataclass.
+
+    Example::
+
+        @dataclass(frozen=True)
+        class Half(thinwire.Codec):
+            additive = True
+            wire_bits = 16
+
+            def encode(self, x):
+                return (x.flatten().to(torch.float16, copy=True),)
+
+            def decode(self, parts, into):
+                return into.copy_(parts[0].view_as(into))
+
+        wire = thinwire.attach(ddp, thinwire.Reduced(Half()))
+    """
 
     additive: ClassVar[bool] = False
-    """Whether encodings may be summed: decode(a + b) = decode(a) + decode(b), but for rounding."""
+    """Whether encodings can be summed: decode(a + b) = decode(a) + decode(b), except for rounding."""
 
     @property
     @abstractmethod
     def wire_bits(self) -> float:
-        """Bits that each of many numbers takes on the wire."""
+        """Bits per number on the wire, for a large tensor."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> Parts:
-        """What travels; never `x` itself."""
+        """Encode the numbers of a tensor.
+
+        Args:
+            x: Numbers of any shape and floating dtype. It is not changed.
+
+        Returns:
+            Tensors that share no memory with `x`. Their shapes and dtypes depend only on the count of numbers
+            in `x`.
+        """
 
     @abstractmethod
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
-        """Write the numbers into `into`, in its dtype, and return it."""
+        """Write the encoded numbers to a tensor, in its dtype.
+
+        Args:
+            parts: An encoding, as `encode` returns it.
+            into: A contiguous tensor with as many numbers as were encoded. All of it is overwritten.
+
+        Returns:
+            `into`.
+
+        Raises:
+            OptionError: `into` is not contiguous.
+        """
 
     def add(self, parts: Parts, into: torch.Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times the numbers to `into`."""
+        """Add `weight` times the encoded numbers to a tensor.
+
+        Args:
+            parts: An encoding, as `encode` returns it.
+            into: A contiguous tensor with as many numbers as were encoded. It is changed in place.
+            weight: Factor of the encoded numbers.
+
+        Raises:
+            OptionError: `into` is not contiguous.
+        """
         into.add_(self.decode(parts, torch.empty_like(into)), alpha=weight)
 
     def align(self, length: int) -> int:
-        """The next length from `length` on that takes no more bytes than it must."""
+        """Return the length to which a chunk is rounded up, so that its last block is not padded.
+
+        Args:
+            length: Count of numbers in a chunk.
+
+        Returns:
+            A length of at least `length` whose encoding wastes no bytes on padding.
+        """
         return length
+
+    def finite(self, parts: Parts) -> torch.Tensor | None:
+        """Return whether all decoded numbers will be finite, from the parts alone.
+
+        Args:
+            parts: An encoding, as `encode` returns it.
+
+        Returns:
+            A scalar bool tensor, which must be equal for equal parts on all hosts. None, as by default, has
+            the decoded numbers checked.
+        """
+        return None
 
 
 class BlockCodec(Codec):
-    """A codec that treats every `block` consecutive numbers alike, whatever their neighbours.
+    """A codec that encodes every `block` consecutive numbers independently of all others.
 
-    A subclass encodes and decodes a matrix with one block a row. This class brings anything into that form,
-    a cache-full at a time, and pads the last block with zeros. Fewer numbers than a block make a short one.
+    A subclass encodes and decodes a matrix with one block per row. This class brings tensors into that form,
+    one cache-sized chunk at a time, and pads the last block with zeros. A tensor with fewer numbers than
+    `block` is one narrower block.
+
+    Example::
+
+        @dataclass(frozen=True)
+        class Scaled(thinwire.BlockCodec):
+            block: int = 64
+
+            @property
+            def wire_bits(self):
+                return 8 + 32 / self.block
+
+            def encode_blocks(self, x):
+                scale = x.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+                return scale, (x / scale).round().to(torch.int8)
+
+            def decode_blocks(self, parts, out):
+                scale, codes = parts
+                out.copy_(codes).mul_(scale)
+
+        wire = thinwire.attach(ddp, thinwire.ErrorFeedback(thinwire.TwoShot(Scaled())))
     """
 
     block: int
+    """Numbers in a block."""
+
+    @property
+    def kernel(self) -> str | None:
+        """The encoding of `thinwire.kernels.blocks` that gives the same bits, or None if there is none.
+
+        A codec with a kernel has two parts: float32 scales, one per block, and codes.
+        """
+        return None
 
     @property
     def kept_as(self) -> tuple[torch.dtype, ...] | None:
-        """The parts' dtypes, where `encode_blocks` leaves the conversion to the copy that follows it."""
+        """Dtypes of the parts if they differ from what `encode_blocks` returns, else None."""
         return None
 
     @abstractmethod
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """Encode the rows of `x`, float32, and leave them as they are; each part has a row per row of `x`."""
+        """Encode a matrix with one block per row.
+
+        Args:
+            x: Blocks in float32. Do not change them.
+
+        Returns:
+            Parts with one row per row of `x`.
+        """
 
     @abstractmethod
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Write the numbers into the rows of `out`, float32."""
+        """Write the encoded numbers to a matrix with one block per row.
+
+        Args:
+            parts: What `encode_blocks` returned, in the dtypes of `kept_as`.
+            out: A float32 matrix. Overwrite all of it.
+        """
+
+    def correct_padded(self, parts: Parts, count: int, width: int) -> None:
+        """Correct the encoding of a block that was padded with zeros, in place. By default do nothing.
+
+        Args:
+            parts: The block's row of each part.
+            count: Numbers in the block.
+            width: Numbers and zeros in the block.
+        """
+
+    def width(self, length: int) -> int:
+        """Return the numbers in a block of a tensor with `length` numbers."""
+        return self._shape(length)[1]
 
     def encode(self, x: torch.Tensor) -> Parts:
-        """Block by block; every part has one row per block."""
+        """Encode block by block. Every part has one row per block."""
         flat = numbers_of(x.detach())
+        kernel = self._native(flat)
+        if kernel is None:
+            return self._encode_with_torch(flat)
+        count, width = self._shape(flat.numel())
+        scales = flat.new_empty((count, 1))
+        row = width * native_blocks.bits_of(kernel) // 8
+        codes = flat.new_empty((count, row), dtype=self.kept_as[-1] if self.kept_as else torch.uint8)
+        native_blocks.encode(kernel, width, [flat], None, 1.0, None, scales, codes)
+        return scales, codes
+
+    def _native(self, flat: torch.Tensor, parts: Parts = ()) -> str | None:
+        """Return the kernel if native code can be called with these tensors, else None."""
+        kernel = self.kernel
+        if kernel is None or not native_blocks.supported(kernel, [flat]):
+            return None
+        return kernel if all(part.is_contiguous() for part in parts) else None
+
+    def _encode_with_torch(self, flat: torch.Tensor) -> Parts:
+        """Encode flat numbers chunk by chunk with `encode_blocks`."""
         count, width = self._shape(flat.numel())
         scratch = self._scratch(flat)
         whole: list[torch.Tensor] = []
-        for start, rows in self._chunks(flat.numel()):
+        for start, rows in self._chunks(flat):
             piece = flat[start * width : (start + rows) * width]
             if piece.numel() == rows * width and piece.dtype == torch.float32:
                 blocks = piece.view(rows, width)
@@ -94,6 +232,8 @@ class BlockCodec(Codec):
                 blocks.view(-1)[: piece.numel()].copy_(piece)
                 blocks.view(-1)[piece.numel() :].zero_()
             parts = reseeded(self, start).encode_blocks(blocks)
+            if piece.numel() % width:
+                self.correct_padded(tuple(part[-1] for part in parts), piece.numel() % width, width)
             if not whole:
                 dtypes = self.kept_as or tuple(part.dtype for part in parts)
                 whole = [
@@ -105,62 +245,82 @@ class BlockCodec(Codec):
         return tuple(whole)
 
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
-        """Block by block."""
+        """Decode block by block into `into`, and return it."""
         flat = room_of(into)
-        for piece, blocks in self._decoded(parts, flat):
-            if piece.data_ptr() != blocks.data_ptr():
+        kernel = self._native(flat, parts)
+        if kernel is not None:
+            scales, codes = parts
+            native_blocks.decode(kernel, self._shape(flat.numel())[1], scales, codes, [flat])
+            return into
+        for piece, blocks, in_place in self._decoded(parts, flat):
+            if not in_place:
                 piece.copy_(blocks.view(-1)[: piece.numel()])
         return into
 
     def add(self, parts: Parts, into: torch.Tensor, weight: float = 1.0) -> None:
-        """Block by block: what is decoded is added while the processor still has it at hand."""
-        for piece, blocks in self._decoded(parts, room_of(into), apart=True):
-            piece.add_(blocks.view(-1)[: piece.numel()], alpha=weight)
+        """Add `weight` times the encoded numbers, chunk by chunk while they are in the cache."""
+        flat = room_of(into)
+        kernel = self._native(flat, parts)
+        if kernel is not None:
+            scales, codes = parts
+            native_blocks.add(kernel, self._shape(flat.numel())[1], scales, codes, [flat], weight)
+            return
+        for piece, blocks, _ in self._decoded(parts, flat, in_scratch=True):
+            # Not add_(alpha=weight), which is a fused multiply-add on some processors.
+            piece.add_(blocks.view(-1)[: piece.numel()].mul_(weight))
 
     def align(self, length: int) -> int:
-        """Whole blocks."""
+        """Return `length` rounded up to whole blocks."""
         count, width = self._shape(length)
         return count * width
 
     def _decoded(
-        self, parts: Parts, flat: torch.Tensor, *, apart: bool = False
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of `flat`, and the blocks decoded for them: in place where that can be, unless `apart`."""
+        self, parts: Parts, flat: torch.Tensor, *, in_scratch: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Yield pieces of `flat`, their decoded blocks, and whether these share the piece's memory."""
         width = self._shape(flat.numel())[1]
         scratch = self._scratch(flat)
-        for start, rows in self._chunks(flat.numel()):
+        for start, rows in self._chunks(flat):
             piece = flat[start * width : (start + rows) * width]
-            in_place = piece.numel() == rows * width and piece.dtype == torch.float32 and not apart
+            in_place = piece.numel() == rows * width and piece.dtype == torch.float32 and not in_scratch
             blocks = piece.view(rows, width) if in_place else scratch[:rows]
             chunk = tuple(part[start : start + rows] for part in parts)
             reseeded(self, start).decode_blocks(chunk, blocks)
-            yield piece, blocks
+            yield piece, blocks, in_place
 
     def _shape(self, length: int) -> tuple[int, int]:
-        """How many blocks, and of what width."""
+        """Return the count of blocks and their width."""
         width = min(self.block, -(-length // 8) * 8) or 8
         return -(-length // width), width
 
-    def _chunks(self, length: int) -> Iterator[tuple[int, int]]:
-        """(first block, how many) of what is worked on at a time; one empty chunk for no numbers."""
-        count, width = self._shape(length)
-        rows = max(1, _AT_ONCE // width)
+    def _chunks(self, flat: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Yield the first block and the count of blocks of each chunk, or one empty chunk for no numbers.
+
+        A chunk fits in the cache of a CPU. On an accelerator one chunk holds all, to launch few kernels.
+        """
+        count, width = self._shape(flat.numel())
+        rows = rows_at_once(width, flat.device)
         for start in range(0, max(count, 1), rows):
             yield start, min(rows, count - start)
 
     def _scratch(self, flat: torch.Tensor) -> torch.Tensor:
-        """Room for one chunk."""
-        rows = max(rows for _, rows in self._chunks(flat.numel()))
-        return torch.empty(rows, self._shape(flat.numel())[1], device=flat.device)
+        """Return an uninitialised float32 buffer for one chunk."""
+        rows = max(rows for _, rows in self._chunks(flat))
+        return flat.new_empty((rows, self._shape(flat.numel())[1]), dtype=torch.float32)
+
+
+def rows_at_once(width: int, device: torch.device) -> int:
+    """Return the count of blocks that are processed together: what fits in a cache, or on a GPU any."""
+    return max(1, _AT_ONCE // width) if device.type == "cpu" else sys.maxsize
 
 
 def numbers_of(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in one row; complex ones as pairs. Shares memory with a contiguous `x`."""
+    """Return the numbers as a flat tensor, complex ones as pairs. It is a view of a contiguous `x`."""
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
 
 
 def room_of(into: torch.Tensor) -> torch.Tensor:
-    """The same for writing, which a copy would swallow."""
+    """Return a flat view of `into` to write to. Raise OptionError unless it is contiguous."""
     if not into.is_contiguous():
         raise OptionError(
             f"into has strides {into.stride()}: codecs write to contiguous tensors; decode into one and copy"
@@ -172,7 +332,7 @@ Some = TypeVar("Some", bound=Codec)
 
 
 def reseeded(codec: Some, *words: object) -> Some:
-    """The codec with its `seed`, if it has one, mixed with these words."""
+    """Return the codec with its `seed`, if it has one, mixed with these words."""
     if not hasattr(codec, "seed"):
         return codec
     frozen: Any = codec
@@ -181,59 +341,25 @@ def reseeded(codec: Some, *words: object) -> Some:
 
 
 def room_like(x: torch.Tensor) -> torch.Tensor:
-    """Room for a float32 result of this shape, lent until the next call in this thread.
+    """Return an uninitialised float32 tensor of this shape, valid until the next call in this thread.
 
-    On a CPU it is the same memory each time: fresh memory costs more than what is computed in it.
+    On a CPU all calls share one buffer, because allocating costs more than the computation does.
     """
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or type(x) is not torch.Tensor:
         return torch.empty_like(x)
-    room: torch.Tensor | None = getattr(_lent, "room", None)
-    if room is None or room.numel() < x.numel():
-        room = _lent.room = torch.empty(max(x.numel(), _AT_ONCE))
-    return room[: x.numel()].view(x.shape)
+    buffer: torch.Tensor | None = getattr(_reused, "buffer", None)
+    if buffer is None or buffer.numel() < x.numel():
+        buffer = _reused.buffer = x.new_empty(max(x.numel(), _AT_ONCE), dtype=torch.float32)
+    return buffer[: x.numel()].view(x.shape)
 
 
-_lent = threading.local()
+_reused = threading.local()
 
 
 def require_codec(codec: object) -> None:
-    """Refuse what is no codec."""
+    """Raise OptionError unless `codec` is an instance of Codec."""
     if not isinstance(codec, Codec):
         raise OptionError(
-            f"codec={codec!r} is no codec: give an instance of a subclass of thinwire.Codec, such as"
-            " thinwire.Quantize(bits=8); Int8() and its like are whole programs"
+            f"codec={codec!r} is not a codec: give an instance of a subclass of thinwire.Codec, such as"
+            " thinwire.Quantize(bits=8); Int8() and other presets are complete programs"
         )
-
-
-def check_block(block: object, *, of: int = 1, most: int = 1 << 20) -> None:
-    """Refuse block sizes that a codec cannot have."""
-    if not is_whole(block) or not of <= block <= most or block % of:
-        raise OptionError(
-            f"block={block!r} must be a whole number from {of} to {most}"
-            + (f", a multiple of {of}" if of > 1 else "")
-            + ": so many numbers share a scale; try 256"
-        )
-
-
-def check_seed(seed: object) -> None:
-    """Refuse seeds that are no numbers."""
-    if not is_whole(seed):
-        raise OptionError(f"seed={seed!r} must be a whole number: programs mix it with the step")
-
-
-def is_whole(value: object) -> "TypeGuard[int]":
-    """Whether it is a whole number, of whatever library; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest magnitude over `levels`, and its reciprocal, 0 where that would not be finite.
-
-    A row with an infinite or NaN number has such a scale.
-    """
-    most = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
-    return most / levels, torch.where(most > TINY, levels / most, 0.0)
-
-
-TINY = 1e-33
-"""Rows whose numbers all are smaller than this are taken for zero: reciprocals would overflow."""

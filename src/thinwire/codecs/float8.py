@@ -1,34 +1,41 @@
-"""Eight-bit floating point, with a scale for every block."""
+"""A codec to 8-bit floating point, with a scale per block."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_block, room_like, scale_of
+from thinwire.codecs.checks import check_block
+from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.scales import scale_of
 from thinwire.errors import OptionError
 
+Variant: TypeAlias = Literal["e4m3", "e5m2"]
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(BlockCodec):
-    """Casts to float8 after scaling each block to the format's range; travels as bytes.
+    """A cast to float8, with each block scaled to the format's range. Codes are sent as bytes.
 
-    The error is relative to each number rather than to its block's largest: better than int8 where a block's
-    numbers differ by orders of magnitude, worse where they do not. Blocks with an infinite or NaN number
-    decode to NaN; blocks whose numbers all are below 1e-33 to zero.
+    The error is relative to each number, not to the largest of its block. This is better than int8 where the
+    numbers of a block differ by orders of magnitude, and worse where they do not. A block with a non-finite
+    number decodes to NaN. A block whose numbers are all below 1e-33 decodes to zero.
 
     Args:
-        variant: "e4m3" has 3 bits of mantissa (error up to 1/16 of a number), "e5m2" has 2 (1/8) and more
-            range within a block.
+        variant: "e4m3" has 3 bits of mantissa (error up to 1/16 of a number). "e5m2" has 2 (error up to 1/8)
+            and more range within a block.
         block: Numbers that share a scale.
+
+    Raises:
+        OptionError: `variant` is unknown, or `block` is not a whole number from 1 to 2**20.
 
     >>> codec = Float8(variant="e4m3")
     >>> codec.decode(codec.encode(torch.tensor([448.0, 33.0])), into=torch.empty(2))
     tensor([448.,  32.])
     """
 
-    variant: str = "e4m3"
+    variant: Variant = "e4m3"
     block: int = 256
 
     def __post_init__(self) -> None:
@@ -38,17 +45,26 @@ class Float8(BlockCodec):
 
     @property
     def wire_bits(self) -> float:
-        """Eight, and a block's share of its scale."""
+        """Eight bits, and a share of the block's scale."""
         return 8 + 32 / self.block
 
+    @property
+    def kernel(self) -> str:
+        """Native code for both formats."""
+        return self.variant
+
+    def finite(self, parts: Parts) -> torch.Tensor:
+        """Return whether the largest magnitude of every block is finite."""
+        return (parts[0] * torch.finfo(_FORMATS[self.variant]).max).isfinite().all()
+
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """Scales and codes."""
+        """Return scales and codes."""
         dtype = _FORMATS[self.variant]
         scale, inverse = scale_of(x, torch.finfo(dtype).max)
         return scale, torch.mul(x, inverse, out=room_like(x)).to(dtype).view(torch.uint8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Codes times scales."""
+        """Multiply codes by their block's scale."""
         scale, codes = parts
         if self.variant == "e4m3":
             out.copy_(_to_half(codes)).mul_(scale * 256)
@@ -57,9 +73,9 @@ class Float8(BlockCodec):
 
 
 def _to_half(codes: torch.Tensor) -> torch.Tensor:
-    """e4m3 numbers as float16, 256 times too small: their bits moved to where float16 has them.
+    """Return e4m3 numbers as float16, 256 times too small, by shifting their bits to float16's places.
 
-    torch converts e4m3 number by number on a CPU, ten times as slow. (NaN is lost: the scale has it.)
+    This is ten times as fast as torch's conversion on a CPU. NaN is lost, but the block's scale is NaN then.
     """
     bits = codes.view(torch.int8).to(torch.int16)
     return bits.bitwise_left_shift_(7).bitwise_and_(~0x407F).view(torch.float16)

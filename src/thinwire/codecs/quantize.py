@@ -1,39 +1,36 @@
-"""Whole numbers of 8 or 4 bits, with a scale for every block."""
+"""A codec to integers of 8 or 4 bits, with a scale per block."""
 
 from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import (
-    TINY,
-    BlockCodec,
-    Parts,
-    check_block,
-    check_seed,
-    is_whole,
-    room_like,
-    scale_of,
-)
+from thinwire.codecs.checks import check_block, check_seed, is_whole
+from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.scales import TINY, scale_of
 from thinwire.errors import OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(BlockCodec):
-    """Rounds to whole multiples of a block's own scale.
+    """Rounding to integers of `bits` bits, in units of the block's scale.
 
         symmetric   x = scale * code            scale = max|x| / 127         (7 with 4 bits)
         affine      x = low + scale * code      scale = (max x - low) / 255  (15)
 
-    The error of a number is at most half its block's scale. Blocks with an infinite or NaN number decode to
-    NaN; blocks whose numbers all are below 1e-33 to zero.
+    The error of a number is at most half its block's scale, or a whole scale with stochastic rounding. A
+    block with a non-finite number decodes to NaN. A block whose numbers are all below 1e-33 decodes to zero.
 
     Args:
-        bits: 8, or 4: two to a byte.
-        block: Numbers that share a scale: small blocks are more accurate, and each costs 4 bytes (affine: 8).
-        affine: Spend the codes on the range that the block has, rather than on one symmetric about zero.
-            Better for numbers of one sign, no better for gradients.
-        stochastic: Round up or down at random, so that the mean over many roundings is exact.
-        seed: Of the random numbers.
+        bits: 8, or 4 (two codes per byte).
+        block: Numbers that share a scale. Smaller blocks are more accurate. A block's scale costs 4 bytes,
+            or 8 with the offset if affine.
+        affine: Use the codes for the block's own range instead of one that is symmetric about zero. Better
+            for numbers of one sign, no better for gradients.
+        stochastic: Round up or down at random, so that the mean of many roundings is exact.
+        seed: Seed of the random numbers. Programs derive another one for every step, bucket and rank.
+
+    Raises:
+        OptionError: An option has the wrong type or is out of range.
 
     >>> codec = Quantize(bits=8)
     >>> codec.decode(codec.encode(torch.tensor([127.0, -3.2])), into=torch.empty(2))
@@ -57,17 +54,22 @@ class Quantize(BlockCodec):
 
     @property
     def wire_bits(self) -> float:
-        """The codes', and a block's share of its scale (and offset)."""
+        """Bits of a code, and a share of the block's scale (and offset)."""
         return self.bits + (64 if self.affine else 32) / self.block
 
     @property
+    def kernel(self) -> str | None:
+        """Native code for symmetric codes with rounding to nearest."""
+        return None if self.affine or self.stochastic else f"int{self.bits}"
+
+    @property
     def kept_as(self) -> tuple[torch.dtype, ...] | None:
-        """Codes of 8 bits are rounded numbers until they are copied."""
+        """Dtypes of scales and codes: `encode_blocks` leaves 8-bit codes as rounded float32."""
         scales = (torch.float32, torch.float32) if self.affine else (torch.float32,)
         return (*scales, torch.uint8 if self.affine else torch.int8)
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """Scales, offsets if affine, codes."""
+        """Return scales, offsets if affine, and codes."""
         if self.affine:
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
@@ -79,28 +81,33 @@ class Quantize(BlockCodec):
         return scale, self._packed(self._rounded(torch.mul(x, inverse, out=room_like(x))), torch.int8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Codes times scales."""
+        """Multiply codes by their block's scale, and add the offset if affine."""
         self._unpack(parts[-1], out)
         out.mul_(parts[0])
         if self.affine:
             out.add_(parts[1])
+
+    def finite(self, parts: Parts) -> torch.Tensor | None:
+        """Return whether the largest magnitude of every block is finite."""
+        return None if self.affine else (parts[0] * (2 ** (self.bits - 1) - 1)).isfinite().all()
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.stochastic:
             return x.round_()
         generator = torch.Generator(x.device).manual_seed(self.seed)
         most = 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
-        return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_().clamp_(max=most)
+        chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return x.add_(chance).floor_().clamp_(max=most)
 
     def _packed(self, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """With 4 bits, the first half of a block in the lower halves of bytes, the second in the upper."""
+        """Pack 4-bit codes: the first half of a block in the lower bits of bytes, the second in the upper."""
         if self.bits == 8:
             return rounded
         low, high = rounded.to(dtype).chunk(2, dim=1)
         return low.bitwise_and(15).add_(high, alpha=16)
 
     def _unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """Shifts keep the sign of signed codes."""
+        """Write codes to `out`. Arithmetic shifts keep the sign of signed 4-bit codes."""
         if self.bits == 8:
             out.copy_(codes)
             return

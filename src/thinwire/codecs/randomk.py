@@ -1,24 +1,29 @@
-"""A random share of the numbers, the same places on every rank."""
+"""A codec that keeps a random share of the numbers, at the same positions on every rank."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_seed
+from thinwire.codecs.checks import check_seed
+from thinwire.codecs.codec import BlockCodec, Parts
 from thinwire.codecs.topk import check_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEntries(BlockCodec):
-    """Keeps one number out of every 1/ratio, at a place drawn from the seed; the others become zero.
+    """One number out of every 1/ratio, at a position drawn from the seed. The others become zero.
 
-    Places do not travel: who has the seed knows them. Encodings of one seed add up, so all-reduce can sum
-    them. It needs error feedback. An infinite or NaN number makes its block's value NaN, chosen or not.
+    Positions are not sent, because every rank derives them from the seed. Encodings of one seed can be
+    summed, so `Reduced` can all-reduce them. It needs error feedback. A non-finite number makes its block's
+    value NaN, whether it is the chosen number or not.
 
     Args:
-        ratio: The share that is kept; 1/ratio is rounded to a whole number.
-        seed: Of the places; programs draw others for every step.
+        ratio: Share that is kept. 1/ratio is rounded to a whole number.
+        seed: Seed of the positions. Programs derive another one for every step and bucket.
+
+    Raises:
+        OptionError: `ratio` is not above 0 and at most 1, or `seed` is not a whole number.
 
     >>> codec = RandomEntries(ratio=0.25, seed=1)
     >>> int(codec.decode(codec.encode(torch.ones(16)), into=torch.empty(16)).sum())
@@ -36,24 +41,27 @@ class RandomEntries(BlockCodec):
 
     @property
     def block(self) -> int:  # type: ignore[override] # read only, as fields of frozen dataclasses are
-        """Numbers of which one is kept."""
+        """Numbers out of which one is kept."""
         return round(1 / self.ratio)
 
     @property
     def wire_bits(self) -> float:
-        """A float32 per block."""
+        """Bits of a float32, spread over the block."""
         return 32 / self.block
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """The chosen values."""
+        """Return the values at the chosen positions."""
         overflow = x.amax(1, keepdim=True).mul_(0) + x.amin(1, keepdim=True).mul_(0)
         return (x.gather(1, self._places(x)) + overflow,)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Zeros, but for what was kept."""
+        """Write zeros, and the kept values at their positions."""
         out.zero_().scatter_(1, self._places(out), *parts)
 
     def _places(self, x: torch.Tensor) -> torch.Tensor:
-        """One per row; drawn on the CPU, which draws alike everywhere."""
+        """Return one position per row, drawn on the CPU because accelerators draw other numbers."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(x.shape[1], (x.shape[0], 1), generator=generator).to(x.device)
+        drawn = torch.randint(
+            x.shape[1], (x.shape[0], 1), generator=generator, dtype=torch.int64, device=generator.device
+        )
+        return drawn.to(x.device)

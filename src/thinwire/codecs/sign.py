@@ -1,21 +1,26 @@
-"""One bit a number: its sign, with a magnitude for every block."""
+"""A codec to one bit per number, its sign, with a magnitude per block."""
 
 from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, check_block, room_like
+from thinwire.codecs.checks import check_block
+from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.scales import sums_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignBits(BlockCodec):
-    """Each number becomes plus or minus its block's mean magnitude; zero counts as plus.
+    """The signs of numbers, decoded as plus or minus the mean magnitude of their block.
 
-    Of all that one bit can say this is nearest in the mean square. It needs error feedback. Blocks with an
-    infinite or NaN number decode to such numbers.
+    The sign of zero is plus. Of all magnitudes the mean has the smallest mean squared error. It needs error
+    feedback. A block with a non-finite number decodes to non-finite numbers.
 
     Args:
-        block: Numbers that share a magnitude, which costs 4 bytes.
+        block: Numbers that share a magnitude, a multiple of 8. A magnitude costs 4 bytes.
+
+    Raises:
+        OptionError: `block` is not a multiple of 8 from 8 to 2**20.
 
     >>> codec = SignBits(block=8)
     >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 2.0, 2.0])), into=torch.empty(4))
@@ -29,29 +34,33 @@ class SignBits(BlockCodec):
 
     @property
     def wire_bits(self) -> float:
-        """One, and a block's share of its magnitude."""
+        """One bit, and a share of the block's magnitude."""
         return 1 + 32 / self.block
 
-    def encode(self, x: torch.Tensor) -> Parts:
-        """Signs and magnitudes; that of a short last block is the mean of the numbers it has."""
-        magnitude, packed = super().encode(x)
-        if len(magnitude):
-            padded = self.align(x.numel()) - x.numel()
-            width = 8 * packed.shape[1]
-            magnitude[-1] *= width / (width - padded)
-        return magnitude, packed
+    @property
+    def kernel(self) -> str:
+        """Native code for every block size."""
+        return "sign"
+
+    def correct_padded(self, parts: Parts, count: int, width: int) -> None:
+        """Undo what padding takes from the magnitude of a short block."""
+        parts[0].mul_(width / count)
+
+    def finite(self, parts: Parts) -> torch.Tensor:
+        """Return whether all magnitudes are finite."""
+        return parts[0].isfinite().all()
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
-        """Magnitudes, and signs with the eighths of a block in the eight bits of its bytes."""
+        """Return magnitudes and packed signs: bit i of the bytes holds the i-th eighth of a block."""
         signs = (x >= 0).view(torch.uint8)
         packed = signs.new_zeros(x.shape[0], x.shape[1] // 8)
         for bit, eighth in enumerate(signs.chunk(8, dim=1)):
             packed.add_(eighth, alpha=1 << bit)
-        return torch.abs(x, out=room_like(x)).mean(1, keepdim=True), packed
+        return sums_of(torch.abs(x, out=room_like(x))).div(x.shape[1]), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Plus or minus the magnitude."""
+        """Write plus or minus the magnitude."""
         magnitude, packed = parts
         for bit, eighth in enumerate(out.chunk(8, dim=1)):
             eighth.copy_((packed >> bit).bitwise_and_(1))
-        out.sub_(0.5).mul_(magnitude * 2)
+        out.mul_(2).sub_(1).mul_(magnitude)

@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks`: change the import prefix, nothing else."""
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks`: only the import prefix changes."""
 
 import sys
 from collections.abc import Callable
@@ -11,14 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.ddp_comm_hooks import debugging_hooks as debugging
 from thinwire.ddp_comm_hooks import default_hooks as default
 from thinwire.ddp_comm_hooks import mixed_precision_hooks  # noqa: F401 - a submodule, as in torch
+from thinwire.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap  # noqa: F401 - torch's alias
 from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from thinwire.ddp_comm_hooks import quantization_hooks as quantization
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def _member(value: Any) -> Any:
-    """Keep a callable value an enum member: Python 3.11 asks for it, 3.10 has no word for it."""
+    """Mark a callable value as an enum member, which Python 3.11 requires and 3.10 does not know."""
     if sys.version_info >= (3, 11):
         from enum import member
 
@@ -31,13 +36,13 @@ def _register(comm_hook: Callable[..., Any], model: DistributedDataParallel, sta
 
 
 def _power(comm_hook: Callable[..., Any], model: DistributedDataParallel, state: Any, rank: int) -> None:
-    """Here `state` is the process group; the hook's own state is made from it."""
+    """Register a PowerSGD hook with a state made from `state`, which is a process group here."""
     made = powerSGD.PowerSGDState(process_group=state, matrix_approximation_rank=rank)
     model.register_comm_hook(made, comm_hook)
 
 
 class DDPCommHookType(Enum):
-    """Hooks by name; a member's value is called with `model` and `state`."""
+    """Communication hooks by name. Call a member's value with `model` and `state` to register its hook."""
 
     ALLREDUCE = _member(partial(_register, comm_hook=default.allreduce_hook))
     FP16_COMPRESS = _member(partial(_register, comm_hook=default.fp16_compress_hook))
@@ -55,6 +60,11 @@ def register_ddp_comm_hook(
     comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None
 ) -> None:
     """Register a hook on a DDP model by its name.
+
+    Args:
+        comm_hook_type: Name of the hook.
+        model: DDP model to register it on.
+        state: Process group to average over. None is the DDP model's own.
 
     Example::
 

@@ -1,28 +1,57 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook`.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook`.
 
-What differs from torch's: Gloo is first class; no update is skipped, from the first step on parameters are
-what plain DDP and the same optimizer make of them; any optimizer class, any number of parameter groups, LR
-schedulers; ranks are those of the group; `shard_buckets` takes any sizes; the hook inside may be thinwire's,
-torch's or yours.
+The hooks combine DDP with `ZeroRedundancyOptimizer`: every parameter has one owner, which alone keeps its
+optimizer state and steps it, and then sends it to all ranks. The step runs inside backward, so that
+stepping and sending overlap with gradients that are still in flight. Leave `zero.step()` out of the
+training loop.
+
+`hook_with_zero_step` begins to step when backward has computed all gradients.
+`hook_with_zero_step_interleaved` begins with each bucket as soon as it is reduced.
+
+For new code, `thinwire.attach(ddp, thinwire.ZeRO(), optimizer=optimizer)` shards the state of any
+optimizer, sends 2N bytes instead of 3N, and works with gradient clipping and GradScaler.
+
+Differences from torch:
+
+- Gloo is supported. torch raises on it.
+- No update is skipped. From the first step on, parameters equal those of plain DDP with the same optimizer.
+  torch skips the first two or three.
+- Any optimizer class, any number of parameter groups and LR schedulers work. torch takes functional
+  optimizers and one group.
+- Ranks are those of the process group, not of the world.
+- `shard_buckets` accepts parameters of any sizes.
+- The hook inside may be thinwire's, torch's or your own.
+
+Performance:
+    Optimizer state takes 1 / W of the memory on each rank. The hook inside reduces gradients to all ranks,
+    and owners send parameters: 3N bytes a step instead of plain DDP's 2N.
+
+Safety:
+    Steps inside backward cannot be rolled back, so a GradScaler raises instead of stepping on overflowed
+    gradients. A rank that has run out of inputs (`Join`) raises too. The optimizer and the model must span
+    the same ranks, which is checked when the hook is made.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.bridge import in_backward
+from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.ddp.internals import has_rebuilt_buckets, in_backward
+from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks.default_hooks import Hook
+from thinwire.engine.blocking import run_abreast
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
-from thinwire.sharding.overlap import Gradients, Overlap
-from thinwire.sharding.parameters import share
-from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
-from thinwire.wire.blocking import run_abreast
+from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
+from thinwire.strategies.zero.parameters import share
+from thinwire.strategies.zero.partial_step import gradients_in, step_some
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -35,17 +64,23 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Hook:
-    """Make a hook after which owners step their parameters, once backward has computed all gradients.
+    """Return a hook that steps each owner's parameters once backward has computed all gradients.
 
-    The steps overlap with the exchange of gradients that are still under way, and with sending parameters.
-    Leave `zero.step()` out of the training loop.
+    The steps overlap with gradients that are still in flight and with sending parameters. Leave `zero.step()`
+    out of the training loop.
 
     Args:
-        hook: Reduces the gradients: thinwire's, torch's or yours.
-        ddp: The model to register it on.
-        zero: Made with `overlap_with_ddp=True`, from the model's parameters.
-        shard_buckets: Whether neighbouring parameters go to different owners; otherwise about a bucket at a
-            time goes to one.
+        hook: Hook that reduces the gradients: thinwire's, torch's or your own.
+        ddp: DDP model that the hook will be registered on.
+        zero: Optimizer of the model's parameters, made with `overlap_with_ddp=True`.
+        shard_buckets: True gives neighbouring parameters to different owners. False gives about a bucket at
+            a time to one owner.
+
+    Returns:
+        The hook to register on `ddp`.
+
+    Raises:
+        OptionError: If `zero` was made without `overlap_with_ddp=True` or has other ranks than `ddp`.
 
     Example::
 
@@ -57,6 +92,7 @@ def hook_with_zero_step(
     waiting: list[tuple[dist.GradBucket, torch.Tensor, Any]] = []
 
     def hook_with_zero_fn(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        check_bucket(bucket)
         overlap, buffer = _hook_with_zero_step_setup(ddp_ref, zero, bucket), bucket.buffer()
         reduced = hook(state, bucket)
         waiting.append((bucket, buffer, reduced))
@@ -76,9 +112,10 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Hook:
-    """Make a hook after which owners step each bucket's parameters as soon as its gradients are reduced.
+    """Return a hook that steps each bucket's parameters at their owners as soon as its gradients are reduced.
 
-    The steps, and sending parameters, overlap with backward itself. Otherwise as `hook_with_zero_step`.
+    The steps and sending parameters overlap with backward itself. Arguments, return value and errors are
+    those of `hook_with_zero_step`.
 
     Example::
 
@@ -90,6 +127,7 @@ def hook_with_zero_step_interleaved(
     def hook_with_zero_interleaved_fn(
         state: Any, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
+        check_bucket(bucket)
         overlap, buffer = _hook_with_zero_step_setup(ddp_ref, zero, bucket), bucket.buffer()
 
         def zero_step(reduced: Any) -> torch.futures.Future[torch.Tensor]:
@@ -116,10 +154,12 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_bu
             " the same process_group"
         )
     zero._assign_for_overlap(shard_buckets)
+    if ddp.find_unused_parameters or ddp.static_graph:  # a static graph may leave parameters out
+        zero._overlap_info.usage = Usage(ddp.module.parameters())
 
 
 def _whole(done: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """What DDP writes to the gradients, in the buffer that it gave."""
+    """Return the tensor of a completed future in the buffer's dtype."""
     value = done.value()
     result: torch.Tensor = value[0] if isinstance(value, list) else value
     return result if result.dtype == buffer.dtype else result.to(buffer.dtype)
@@ -128,7 +168,7 @@ def _whole(done: Any, buffer: torch.Tensor) -> torch.Tensor:
 def _hook_with_zero_step_setup(
     ddp_ref: "weakref.ref[DistributedDataParallel]", zero: ZeroRedundancyOptimizer, bucket: dist.GradBucket
 ) -> Overlap:
-    """What runs the steps; made with the first bucket, since owners do not depend on DDP's buckets."""
+    """Return the overlap that runs the steps, made with the first bucket of the first backward."""
     ddp, info = ddp_ref(), zero._overlap_info
     assert ddp is not None, "its own hook is running"
     if not in_backward():
@@ -136,7 +176,7 @@ def _hook_with_zero_step_setup(
             "a rank has run out of inputs (Join), and steps inside backward cannot go on without it: give"
             " every rank the same number of batches"
         )
-    if ddp._has_rebuilt_buckets and info.status == _OverlapStatus.UNINITIALIZED:
+    if has_rebuilt_buckets(ddp) and info.status == _OverlapStatus.UNINITIALIZED:
         info.status = _OverlapStatus.DDP_HAS_REBUILT_BUCKETS
     if bucket.index() == 0:
         info.params_per_bucket.clear()
@@ -145,23 +185,25 @@ def _hook_with_zero_step_setup(
         refuse_scalers("make the optimizer without overlap_with_ddp")
         named = {str(index): one for index, one in enumerate(zero._index_to_param) if one.requires_grad}
         owners = {name: zero._param_to_rank[one] for name, one in named.items()}
-        info.overlap = Overlap(ddp, owners, named, lambda gradients: _perform_steps(zero, gradients))
+        step = partial(_perform_steps, zero)
+        info.overlap = Overlap(ddp, owners, named, step, info.usage)
     info.status = _OverlapStatus.INITIALIZED
     return info.overlap
 
 
 def _save_ddp_bucket_info(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer) -> None:
-    """Note which parameters are in DDP's buckets now; nothing depends on it."""
+    """Record the parameters of DDP's current buckets, as torch does; no computation depends on it."""
     zero._overlap_info.params_per_bucket.append(bucket.parameters())
 
 
 def _perform_steps(zero: ZeroRedundancyOptimizer, gradients: Gradients) -> None:
-    zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)  # a scheduler sets the outer ones
+    # An LR scheduler changes the groups of the outer optimizer.
+    zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
     step_some(zero.optim, gradients)
 
 
 def _perform_local_step(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer, rank: int) -> None:
-    """Step what `rank`, this one, owns of a bucket, by the bucket's gradients."""
+    """Step the parameters of a bucket that this rank, `rank`, owns."""
     own = [
         (parameter, gradient)
         for parameter, gradient in gradients_in(bucket.buffer(), bucket.parameters())
@@ -172,7 +214,7 @@ def _perform_local_step(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer, 
 
 
 def _broadcast_bucket(bucket_index: int, zero: ZeroRedundancyOptimizer) -> None:
-    """Bring the parameters of one of DDP's buckets from their owners to all ranks, and wait for them."""
+    """Send the parameters of one of DDP's buckets from their owners to all ranks, and wait."""
     held = zero._overlap_info.params_per_bucket[bucket_index]
     owned = [[one for one in held if zero._param_to_rank.get(one) == rank] for rank in range(zero.world_size)]
     programs = (share(batch, rank, zero.rank) for rank, batch in enumerate(owned) if batch)

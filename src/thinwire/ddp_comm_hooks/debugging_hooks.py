@@ -1,4 +1,4 @@
-"""The name of `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks`."""
 
 from typing import Any
 
@@ -9,15 +9,17 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Send nothing: every rank keeps its own gradients, so replicas part ways.
+    """Return the rank's own gradients without communication, so replicas diverge.
 
-    For one question only: how fast would training be if communication cost nothing? If a step is hardly
+    Use it only to measure how fast training would be if communication cost nothing. If a step is hardly
     faster with this hook, the network is not the bottleneck, and no compression will help.
 
     Example::
 
         ddp.register_comm_hook(None, noop_hook)
     """
+    if isinstance(bucket, tuple):  # from compiled autograd's Python reducer
+        return bucket[0]
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,10 +1,16 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, on thinwire's engine.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, on thinwire's engine.
 
-What differs from torch's: a state of None means the DDP model's own process group; fp16 divides before it
-casts, so averages that fit do not overflow; the bf16 hooks run on CPU with Gloo.
+Differences from torch:
+
+- A state of None means the DDP model's own process group.
+- fp16 divides before it casts, so averages that fit do not overflow.
+- The bf16 hooks run on CPU with Gloo.
+
+The hooks also work under compiled autograd's Python reducer (`optimize_ddp="python_reducer"`), which calls
+them for each gradient. If models that use it span several groups, pass the group as the hook's state.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.cast import Cast
-from thinwire.ddp_comm_hooks._run import run_program
+from thinwire.ddp.lookup import run_program
+from thinwire.ddp.reducer import check_bucket
+from thinwire.ddp_comm_hooks._python_reducer import average_gradient
 from thinwire.programs.allreduce import BF16, FP16, Exact
 
 __all__ = [
@@ -32,45 +40,76 @@ def allreduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average gradients exactly, as DDP does without a hook.
 
+    Args:
+        process_group: Group to average over. None is the DDP model's own.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
+
     Example::
 
         ddp.register_comm_hook(None, allreduce_hook)
     """
+    if isinstance(bucket, tuple):
+        return average_gradient(bucket, process_group)
     return run_program(Exact(), process_group, bucket)
 
 
 def fp16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as float16: half the bytes of fp32, overflow above 65504.
+    """Average gradients as float16, which halves the bytes of float32. Means above 65504 overflow.
+
+    Args:
+        process_group: Group to average over. None is the DDP model's own.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
 
     Example::
 
         ddp.register_comm_hook(None, fp16_compress_hook)
     """
+    if isinstance(bucket, tuple):
+        return average_gradient(bucket, process_group, torch.float16)
     return run_program(FP16(), process_group, bucket)
 
 
 def bf16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as bfloat16: half the bytes of fp32, and its whole range.
+    """Average gradients as bfloat16, which halves the bytes of float32 and keeps its range.
+
+    Args:
+        process_group: Group to average over. None is the DDP model's own.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
 
     Example::
 
         ddp.register_comm_hook(None, bf16_compress_hook)
     """
+    if isinstance(bucket, tuple):
+        return average_gradient(bucket, process_group, torch.bfloat16)
     return run_program(BF16(), process_group, bucket)
 
 
-# DDP refuses any hook of that __name__ where CUDA is absent, although Gloo carries bf16.
+# Without CUDA, DDP rejects any hook with the original __name__, although Gloo supports bf16.
 bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Give a hook its gradients as float16, and cast what it returns back.
+    """Wrap a hook so that it receives float16 gradients, and cast its result back.
 
-    `hook` may be thinwire's, torch's or yours. Wrapped around `allreduce_hook` it is `fp16_compress_hook`.
+    Args:
+        hook: thinwire's, torch's or your own hook.
+
+    Returns:
+        The wrapped hook. For `allreduce_hook` that is `fp16_compress_hook`.
 
     Example::
 
@@ -80,9 +119,13 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Give a hook its gradients as bfloat16, and cast what it returns back.
+    """Wrap a hook so that it receives bfloat16 gradients, and cast its result back.
 
-    `hook` may be thinwire's, torch's or yours. Wrapped around `allreduce_hook` it is `bf16_compress_hook`.
+    Args:
+        hook: thinwire's, torch's or your own hook.
+
+    Returns:
+        The wrapped hook. For `allreduce_hook` that is `bf16_compress_hook`.
 
     Example::
 
@@ -95,11 +138,12 @@ def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
     codec = Cast(dtype)
 
     def casting_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        check_bucket(bucket)
         full = bucket.buffer()
         (encoded,) = codec.encode(full)
         bucket.set_buffer(encoded)
 
-        # No collective in here, so it does not matter which thread runs it, or when.
+        # It issues no collective, so it may run on any thread at any time.
         def cast_back(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             return codec.decode((done.value(),), into=full)
 

@@ -1,11 +1,13 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks`.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks`.
 
-What differs from torch's: the gradients that the optimizer sees are what the hook returned, whichever hook it
-is, also where it changes the bucket's buffer on the way; optimizers in backward need no accelerator, and
-reduce by any hook (`register_optim_in_backward`); buckets that arrive at once are stepped one after another.
+Differences from torch:
+
+- The optimizer sees the gradients that the hook returned, even if the hook replaces the bucket's buffer.
+- Optimizers in backward need no accelerator and work with any hook (`register_optim_in_backward`).
+- Buckets that arrive at the same time are stepped one after another.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 import sys
 import threading
@@ -15,25 +17,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.bridge import in_backward
+from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.ddp.internals import (
+    after_ddp_finishes,
+    in_backward,
+    in_backward_optimizers,
+    skip_in_backward_set_up,
+    steps_in_backward,
+)
+from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
 from thinwire.errors import OptionError
-from thinwire.sharding.step import gradients_in, refuse_scalers, step_some
+from thinwire.options import unwrapped
+from thinwire.strategies.zero.partial_step import gradients_in, step_some
 
 __all__: list[str] = []
 
 _STEP = "step_param"
-_OPTIMIZERS = "_in_backward_optimizers"
 _TORCHS_HANDLES = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 class _OptimizerHookState:
-    """The optimizer that `_hook_then_optimizer` runs, and for which parameters: None for all.
+    """State of `_hook_then_optimizer`: the optimizer and its parameters.
 
-    `functional_optim` needs a method `step_param(parameter, gradient)`.
+    Args:
+        functional_optim: Optimizer with a method `step_param(parameter, gradient)`.
+        params: Parameters to step. None steps all.
     """
 
     __slots__ = ["functional_optimizer", "params_to_optimize"]
@@ -56,9 +67,9 @@ class _OptimizerHookState:
 
 
 def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Hook:
-    """Run a hook, and the optimizer on every bucket as soon as it is reduced, beside backward.
+    """Return a hook that also runs the optimizer on every bucket as soon as it is reduced, during backward.
 
-    `hook` may be thinwire's, torch's or yours. Do not call an optimizer's `step()` for the same parameters.
+    `hook` may be thinwire's, torch's or your own. Do not call `step()` of an optimizer of these parameters.
 
     Example::
 
@@ -84,31 +95,31 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
 def _apply_optim_in_backward_hook(
     gradient_is_bucket_view: bool, hook: Hook = allreduce_hook, hook_state: Any = None
 ) -> Hook:
-    """A hook that steps each parameter's own optimizers, in backward, as soon as its gradient is reduced.
+    """Return a hook that steps each parameter's own optimizers as soon as its gradient is reduced.
 
-    Its state is a weak reference to the DDP model. `register_optim_in_backward` registers it: in its first
-    forward, DDP would otherwise register torch's, which needs an accelerator.
+    The hook's state is a weak reference to the DDP model. Register it with `register_optim_in_backward`.
+    Otherwise DDP registers torch's own hook in the first forward, and that one needs an accelerator.
 
     Args:
         gradient_is_bucket_view: The DDP model's `gradient_as_bucket_view`.
-        hook: Reduces the gradients: thinwire's, torch's or yours.
-        hook_state: What `hook` is called with.
-
+        hook: Hook that reduces the gradients: thinwire's, torch's or your own.
+        hook_state: State that `hook` is called with.
     """
     lock = threading.Lock()
 
     def step(bucket: dist.GradBucket) -> None:
         for parameter, gradient in gradients_in(bucket.buffer(), bucket.parameters()):
-            optimizers = getattr(parameter, _OPTIMIZERS, ())
+            optimizers = in_backward_optimizers(parameter)
             if optimizers and not gradient_is_bucket_view:
                 parameter.grad = gradient
             for optimizer in optimizers:
                 optimizer.step()
 
     def apply_optim_in_backward_hook(ddp: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        check_bucket(bucket)
         model = ddp()
         if bucket.index() == 0 and in_backward():
-            _after_backward(lambda: _drop_gradients(model))
+            after_ddp_finishes(lambda: _drop_gradients(model))
         return _reduced_then(step, hook, hook_state, bucket, lock)
 
     return apply_optim_in_backward_hook
@@ -119,9 +130,14 @@ def register_optim_in_backward(
 ) -> None:
     """Step every parameter's own optimizers in backward, on gradients that `hook` has reduced.
 
-    A parameter's optimizers are those of torch's `_apply_optimizer_in_backward`, or what you put in a list
-    `_in_backward_optimizers` of its own. Its gradient is None after backward. Call this before the model's
-    first forward.
+    A parameter's optimizers are in its list `_in_backward_optimizers`. torch's `_apply_optimizer_in_backward`
+    sets it, or your own code does. The gradient is None after backward. Call this before the model's first
+    forward.
+
+    Args:
+        ddp: DDP model to register the hook on.
+        hook: Hook that reduces the gradients: thinwire's, torch's or your own.
+        hook_state: State that `hook` is called with.
 
     Example::
 
@@ -131,12 +147,12 @@ def register_optim_in_backward(
     """
     torchs = sys.modules.get(_TORCHS_HANDLES)
     for parameter in ddp.module.parameters():
-        # torch's own would step as soon as the gradient is there, before it is reduced.
+        # torch's own hooks would step as soon as the gradient is computed, before it is reduced.
         for handle in torchs.param_to_optim_hook_handle_map.get(parameter, []) if torchs else []:
             handle.remove()
     made = _apply_optim_in_backward_hook(ddp.gradient_as_bucket_view, hook, hook_state)
     ddp.register_comm_hook(weakref.ref(ddp), made)
-    ddp._setup_in_backward_optimizers = _set_up_already  # type: ignore[method-assign]
+    skip_in_backward_set_up(ddp)
 
 
 def register_optimizer_overlap(
@@ -145,35 +161,42 @@ def register_optimizer_overlap(
     hook: Hook = allreduce_hook,
     hook_state: Any = None,
 ) -> None:
-    """Step any optimizer bucket by bucket, in backward, as gradients that `hook` has reduced arrive.
+    """Step any optimizer bucket by bucket in backward, as soon as `hook` has reduced a bucket.
 
-    Gradients are None after backward, so `optimizer.step()` does nothing: leave it in for LR schedulers.
-    There is no moment for gradient clipping, a GradScaler or a closure; every backward is a step.
+    Gradients are None after backward, so `optimizer.step()` does nothing. Keep the call for LR schedulers.
+    Gradient clipping, a GradScaler and closures cannot be used. Every backward is a step.
+
+    Args:
+        ddp: DDP model to register the hook on.
+        optimizer: Any `torch.optim` optimizer of the model's parameters.
+        hook: Hook that reduces the gradients: thinwire's, torch's or your own.
+        hook_state: State that `hook` is called with.
+
+    Raises:
+        UnavailableError: In the first backward, if a GradScaler is in use.
 
     Example::
 
         register_optimizer_overlap(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3))
     """
+    optimizer = unwrapped(optimizer)
     lock, held = threading.Lock(), {id(one) for group in optimizer.param_groups for one in group["params"]}
-    looked: list[bool] = []
+    checked_scalers: list[bool] = []
 
     def step(bucket: dist.GradBucket) -> None:
         pairs = gradients_in(bucket.buffer(), bucket.parameters())
         step_some(optimizer, [pair for pair in pairs if id(pair[0]) in held])
 
     def optimizer_overlap_hook(model: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not looked:
+        check_bucket(bucket)
+        if not checked_scalers:
             refuse_scalers("step after backward")
-            looked.append(True)
+            checked_scalers.append(True)
         if bucket.index() == 0 and in_backward():
-            _after_backward(lambda: _drop(parameter for parameter in model().parameters()))
+            after_ddp_finishes(lambda: _drop(parameter for parameter in model().parameters()))
         return _reduced_then(step, hook, hook_state, bucket, lock)
 
     ddp.register_comm_hook(weakref.ref(ddp), optimizer_overlap_hook)
-
-
-def _set_up_already() -> None:
-    """In place of what DDP does about it in its first forward."""
 
 
 def _reduced_then(
@@ -183,10 +206,11 @@ def _reduced_then(
     bucket: dist.GradBucket,
     lock: threading.Lock,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Run the hook, then the step, on the bucket as DDP made it, whatever the hook did with it."""
+    """Run the hook, then the step on the bucket with DDP's original buffer."""
+    check_bucket(bucket)
     buffer = bucket.buffer()
 
-    # No collective in here, so it does not matter which thread runs it, or when; two may at once.
+    # It issues no collective, so it may run on any thread. The lock is for two that run at once.
     def optimize(done: torch.futures.Future[Any]) -> torch.Tensor:
         value = done.value()
         result = value[0] if isinstance(value, list) else value
@@ -200,14 +224,8 @@ def _reduced_then(
     return hook(hook_state, bucket).then(optimize)
 
 
-def _after_backward(action: Callable[[], None]) -> None:
-    """Behind DDP's own last callback, which it queues after its last bucket and which writes gradients."""
-    queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(action))
-
-
 def _drop_gradients(model: torch.nn.Module) -> None:
-    _drop(parameter for parameter in model.parameters() if hasattr(parameter, _OPTIMIZERS))
+    _drop(parameter for parameter in model.parameters() if steps_in_backward(parameter))
 
 
 def _drop(parameters: Iterable[torch.Tensor]) -> None:

@@ -1,10 +1,33 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook`, on thinwire's engine.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook`.
 
-What differs from torch's: `subgroup=None` works without CUDA, and with nodes of different sizes; a state of
-`process_group=None` means the DDP model's own process group; a state can be pickled, without its groups.
+Post-local SGD (https://arxiv.org/abs/1808.07217) averages gradients over all ranks for the first
+`start_localSGD_iter` steps. After that it averages them within a node only, where the network is fast, or
+not at all. Something else must keep the nodes together from then on: an averager of
+`thinwire.model_averaging.averagers`, or `thinwire.optim.PostLocalSGDOptimizer`, which calls one after every
+step.
+
+For new code, `thinwire.attach(ddp, thinwire.LocalSGD(period=8), optimizer=optimizer)` does both in one
+line, with codecs, byte counts and resuming. `thinwire.Hierarchical` averages within nodes often and among
+all rarely.
+
+Differences from torch:
+
+- `subgroup=None` works without CUDA and with nodes of different sizes. torch asks CUDA for the size of a
+  node.
+- `process_group=None` means the DDP model's own process group. torch takes the whole world.
+- A state can be pickled, without its groups. torch's cannot while it has groups.
+
+Performance:
+    Before `start_localSGD_iter` a step sends as much as plain DDP. After it a step sends nothing between
+    nodes. The averager adds one exchange of all parameters per period, so the mean is 1 / period of plain
+    DDP's bytes.
+
+Safety:
+    Replicas of different nodes diverge by design between two averages. Choose `warmup_steps` of the
+    averager equal to `start_localSGD_iter`, so that no step is left without either average.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 import logging
 import weakref
@@ -13,31 +36,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.gradients import Within
-from thinwire.averaging.nodes import ranks_on_this_node
-from thinwire.averaging.policy import check_whole
-from thinwire.bridge import Bridge, check_bucket
-from thinwire.ddp_comm_hooks._run import bridge_of, run_program
+from thinwire.codecs.checks import check_whole
+from thinwire.ddp.lookup import reducer_of, run_program
+from thinwire.ddp.reducer import Reducer, check_bucket
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
+from thinwire.programs.program import Programs
+from thinwire.strategies.averaging.local_gradients import Within
+from thinwire.strategies.averaging.nodes import ranks_on_this_node
 
 logger = logging.getLogger(__name__)
 
 _GROUPS = ("process_group", "subgroup")
-_nodes: "weakref.WeakKeyDictionary[Bridge, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+_nodes: "weakref.WeakKeyDictionary[Reducer, tuple[int, ...]]" = weakref.WeakKeyDictionary()
 
 
 class PostLocalSGDState:
     """Options and step count of `post_localSGD_hook`.
 
     Args:
-        process_group: Over which gradients are averaged at first; None: the DDP model's own.
-        subgroup: Over which they are averaged later; None: this node's ranks of `process_group`. Ranks with
-            the same GROUP_RANK, which torchrun sets, are on one node; without it, those of one host name.
-        start_localSGD_iter: Steps with the mean of all ranks, before it becomes that of the subgroup.
-        post_local_gradient_allreduce: Whether gradients are averaged at all afterwards; with False each rank
-            keeps its own. Which converges faster differs from task to task.
+        process_group: Group that averages gradients at first. None is the DDP model's own.
+        subgroup: Group that averages them later. None is this node's ranks of `process_group`: those with
+            the same GROUP_RANK, which torchrun sets, or without it those with the same host name.
+        start_localSGD_iter: Steps with the mean of all ranks, before the mean of the subgroup replaces it.
+        post_local_gradient_allreduce: True averages gradients within the subgroup afterwards. False leaves
+            each rank its own gradients. Which converges faster depends on the task.
+
+    Raises:
+        OptionError: If an option has the wrong type or `start_localSGD_iter` is negative.
 
     Example::
 
@@ -75,7 +102,7 @@ class PostLocalSGDState:
         logger.info("Local SGD will start after %s steps.", self.start_localSGD_iter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the groups, which cannot be saved."""
+        """Return all attributes but the groups, which cannot be saved."""
         lost = [name for name in _GROUPS if getattr(self, name) is not None]
         if lost:
             logger.warning(
@@ -86,14 +113,14 @@ class PostLocalSGDState:
         return {name: getattr(self, name) for name in self.__slots__ if name not in _GROUPS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What was saved, over the default groups until others are set."""
+        """Restore a saved state, with the default groups until others are set."""
         for name in _GROUPS:
             setattr(self, name, None)
         for name, value in state.items():
             setattr(self, name, value)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step when its last bucket is handed over."""
+        """Count a step when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
@@ -105,8 +132,15 @@ def post_localSGD_hook(  # noqa: N802 - torch's name
 ) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over all ranks at first, later within the subgroup only.
 
-    From then on ranks drift apart unless parameters are averaged after optimizer steps: see
+    From then on replicas diverge unless parameters are averaged after optimizer steps. See
     `thinwire.model_averaging.averagers` and `thinwire.optim.PostLocalSGDOptimizer`.
+
+    Args:
+        state: Options and step count.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
 
     Example::
 
@@ -124,15 +158,15 @@ def post_localSGD_hook(  # noqa: N802 - torch's name
         return future
     if state.subgroup is not None:
         return run_program(Exact(), state.subgroup, bucket)
-    bridge = bridge_of(Exact(), state.process_group, bucket)
-    return bridge.run(Within(Exact(), _node_of(bridge)), bucket, Memory())
+    reducer = reducer_of(Exact(), state.process_group, bucket)
+    return reducer.run(Programs(Within(Exact(), _node_of(reducer))), bucket, Memory())
 
 
-def _node_of(bridge: Bridge) -> tuple[int, ...]:
-    """This node's ranks; the first call asks the others."""
-    if bridge not in _nodes:
-        _nodes[bridge] = ranks_on_this_node(bridge.communicator.meeting, bridge.communicator.limit)
-    return _nodes[bridge]
+def _node_of(reducer: Reducer) -> tuple[int, ...]:
+    """Return this node's ranks. The first call is collective."""
+    if reducer not in _nodes:
+        _nodes[reducer] = ranks_on_this_node(reducer.communicator.meeting, reducer.communicator.limit)
+    return _nodes[reducer]
 
 
 def _checked(option: str, group: Any, default: str) -> Any:

@@ -1,13 +1,46 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`, on thinwire's engine.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`, on thinwire's engine.
 
-What differs from torch's: any number of buckets, on any backend; compression may begin at step 0; a zero,
-an inf or a NaN does no lasting harm; what is remembered is named by parameter, so other bucket sizes and a
-resumed run find it again. `p_memory_dict` stays empty: P is not needed from one step to the next.
+PowerSGD approximates each gradient matrix by the product of two thin ones, P and Q, and averages those
+(https://arxiv.org/abs/1905.13727). What the product misses is kept as a residual and added to the next
+step's gradient. The first `start_powerSGD_iter` steps exchange exact gradients. Vectors are always exact.
+
+The hook takes two collectives a bucket: all ranks average P, orthonormalise it, and average Q. The engine
+issues them in a static order, so any number of buckets can be in flight.
+
+For new code, `thinwire.attach(ddp, thinwire.PowerSGD(rank=4))` is the same algorithm with byte counts,
+audits and a `state_dict` for every rank. This module is for code that has torch's hook already.
+
+Differences from torch:
+
+- Any number of buckets works, on any backend. torch's hook aborts or hangs on Gloo with more than one.
+- Compression may begin at step 0. torch needs `start_powerSGD_iter` of at least 2.
+- A column of zeros, an inf or a NaN does no lasting harm. In torch each of them stays in Q or in the
+  residual.
+- Residuals and factors are kept by parameter name, so they survive other bucket sizes and resuming.
+- `p_memory_dict` stays empty, because P is not needed from one step to the next.
+- `batched_powerSGD_hook` runs. torch's fails an assertion on every call.
+
+A run that is resumed in a new DDP has the losses of the uninterrupted run. torch's differ from the fourth
+digit on: torch keeps errors and Q by bucket, and a new DDP's first buckets have another order, so errors
+are added to other parameters. Save every rank's own state. Loading rank 0's on all ranks, as in torch's
+example, loses the residuals of the other ranks. torch then also adds a residual to parameters that are not
+compressed, such as biases, which thinwire leaves exact.
+
+Performance:
+    A matrix of n rows and m columns sends rank * (n + m) numbers instead of n * m. `batched_powerSGD_hook`
+    treats a whole bucket as one square matrix: fewer and larger products, far less accurate. P, Q and their
+    product take about 3 * rank multiplications for each number of the gradient.
+
+Safety:
+    A step with a non-finite mean is rolled back on every rank: residuals, factors, counts and the random
+    state are those before it, and all gradients are NaN, so that a GradScaler skips the step everywhere. A
+    pickled state loads under `torch.load`'s default, `weights_only=True`.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,35 +48,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.ddp_comm_hooks._run import bridge_of
+from thinwire.ddp.lookup import reducer_of
+from thinwire.ddp.reducer import Reducer, check_bucket
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.lowrank import Parts
 from thinwire.programs.memory import RESIDUAL, Memory, Place
-from thinwire.programs.powersgd import Parts, PowerSGD
-from thinwire.programs.program import Bucket
+from thinwire.programs.names import with_original_names
+from thinwire.programs.powersgd import PowerSGD
+from thinwire.programs.program import Bucket, Programs
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
 
+_memories: "weakref.WeakKeyDictionary[Reducer, dict[int, StateMemory]]" = weakref.WeakKeyDictionary()
+
 
 class PowerSGDState:
     """Options and memory of the PowerSGD hooks.
 
-    Which to tune, and in which order, is told by `thinwire.PowerSGD`, the same algorithm for `attach`.
+    `thinwire.PowerSGD`, the same algorithm for `attach`, explains which options to tune in which order.
 
     Args:
-        process_group: Over which to average; None: the DDP model's own.
+        process_group: Group to average over. None is the DDP model's own. An unpickled state has the default
+            group, as in torch.
         matrix_approximation_rank: Columns kept of each matrix.
-        start_powerSGD_iter: Steps with the exact mean before compression begins; 0 is fine.
-        min_compression_rate: A matrix that would shrink by less travels as it is.
-        use_error_feedback: Add what was not sent to the next step's gradient.
+        start_powerSGD_iter: Steps with the exact mean before compression begins. 0 is allowed.
+        min_compression_rate: Matrices that would shrink by less are sent uncompressed.
+        use_error_feedback: Add the residual to the next step's gradient.
         warm_start: Begin with the last step's Q.
-        orthogonalization_epsilon: Accepted and not needed: columns of zeros are no problem here.
-        random_seed: Draws the first Q, as torch's does.
+        orthogonalization_epsilon: Ignored. Columns of zeros need no epsilon here.
+        random_seed: Seed of the first Q, as in torch.
         compression_stats_logging_frequency: Steps between two lines of statistics in the log.
-        batch_tensors_with_same_shape: Decides the order in which Q is drawn, as in torch; same-shaped factors
-            are always made orthonormal together.
+        batch_tensors_with_same_shape: Order in which Q is drawn, as in torch. Factors of the same shape are
+            always orthonormalised together.
+
+    Raises:
+        OptionError: If an option is out of range.
+        UnavailableError: If numpy is not installed.
 
     Example::
 
@@ -105,36 +148,44 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
-        program(self, flatten=False)  # raises on what it cannot take
+        program(self, flatten=False)  # validates the options
         settings = {name: getattr(self, name) for name in self.__slots__[1:8]}
         logger.info("PowerSGD config: %s; random_seed = %s", settings, random_seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the process group, which cannot be saved."""
+        """Return all slots but the process group, as tensors and values that `torch.load` accepts."""
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
-        return {name: getattr(self, name) for name in self.__slots__ if name != "process_group"}
+        slots = {name: getattr(self, name) for name in self.__slots__ if name != "process_group"}
+        kind, keys, *position = self.rng.get_state()
+        return {**slots, "rng": (kind, keys.tolist(), *position)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What was saved, over the DDP model's own group until another is set."""
+        """Restore a saved state with the default group, or, if there is none, the DDP model's own."""
         logger.warning(
-            "NOTE: Process group will be set to a default group. Set `process_group` of the loaded state if a"
-            " different group is desired."
+            "NOTE: Process group will be set to a default group (i.e. the world size). Set `process_group` of"
+            " the loaded state if a different group is desired."
         )
-        self.process_group = None
+        self.process_group = dist.group.WORLD
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, with_original_names(value))
+        if isinstance(self.rng, tuple):  # earlier states hold numpy's generator itself
+            drawn, self.rng = self.rng, _numpy_generator(0)
+            self.rng.set_state(drawn)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step when its last bucket is handed over."""
+        """Count a step when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, numbers before compression, numbers after), over all compressed steps so far."""
+        """Return (rate, numbers before compression, numbers after) over all compressed steps so far."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after > 0 else 0, before, after
+
+
+torch.serialization.add_safe_globals([PowerSGDState])  # so that torch.load accepts a saved state by default
 
 
 def powerSGD_hook(  # noqa: N802 - torch's name
@@ -143,6 +194,13 @@ def powerSGD_hook(  # noqa: N802 - torch's name
     """Average gradients as products of thin matrices, one pair for each parameter.
 
     `thinwire.PowerSGD` explains the algorithm and its options.
+
+    Args:
+        state: Options and memory.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
 
     Example::
 
@@ -154,7 +212,9 @@ def powerSGD_hook(  # noqa: N802 - torch's name
 def batched_powerSGD_hook(  # noqa: N802 - torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients as one product of thin matrices for a whole bucket: faster, and far less accurate.
+    """Average a whole bucket as one product of thin matrices, which is faster and far less accurate.
+
+    Arguments and return value are those of `powerSGD_hook`.
 
     Example::
 
@@ -166,19 +226,21 @@ def batched_powerSGD_hook(  # noqa: N802 - torch's name
 def _run(
     state: PowerSGDState, bucket: dist.GradBucket, *, flatten: bool
 ) -> torch.futures.Future[torch.Tensor]:
+    check_bucket(bucket)
     compressing = state.iter >= state.start_powerSGD_iter
     undo = _undo(state) if bucket.index() == 0 else None
     if compressing:
         _count(state, bucket, flatten=flatten)
     state.maybe_increase_iter(bucket)
     chosen = program(state, flatten=flatten) if compressing else Exact()
-    bridge = bridge_of(chosen, state.process_group, bucket)
-    memory = bridge.memories.setdefault(id(state), StateMemory(state))  # which keeps the state, and its id
-    return bridge.run(chosen, bucket, memory, undo=undo)
+    reducer = reducer_of(chosen, state.process_group, bucket)
+    memories = _memories.setdefault(reducer, {})
+    memory = memories.setdefault(id(state), StateMemory(state))  # it keeps the state alive, and so its id
+    return reducer.run(Programs(chosen), bucket, memory, undo=undo)
 
 
 def _undo(state: PowerSGDState) -> Callable[[], None]:
-    """What brings back the counts of now."""
+    """Return a function that restores the current counts and random state."""
     counts = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
     before, drawn = {name: getattr(state, name) for name in counts}, state.rng.get_state()
 
@@ -191,64 +253,64 @@ def _undo(state: PowerSGDState) -> Callable[[], None]:
 
 
 def program(state: PowerSGDState, *, flatten: bool) -> "TorchPowerSGD":
-    """The program that a state describes."""
+    """Return the program that a state describes."""
     return TorchPowerSGD(
         rank=state.matrix_approximation_rank,
         min_compression=state.min_compression_rate,
         warm_start=state.warm_start,
         error_feedback=state.use_error_feedback,
         flatten=flatten,
+        warmup=0,
         state=state,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TorchPowerSGD(PowerSGD):
-    """PowerSGD that draws its Q as torch does, so that runs can be compared."""
+    """A PowerSGD that draws Q as torch does, so that runs can be compared."""
 
     state: PowerSGDState = field(repr=False, compare=False)
 
     def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
-        """One seed for each bucket that needs one; then matrices in order, column after column."""
+        """Return each group's Q: those kept, or new ones drawn in torch's order from one seed per bucket."""
         kept = self.state.q_memory_dict
         known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
         if self.warm_start and not any(q is None for group in known for q in group):
             return [torch.stack([q for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.state.rng.randint(1_000_000_000))
-            drawn = [_draw(group, bucket.buffer.dtype, together=together) for group in groups]
+        # torch seeds the global generator for a moment. On the wire thread that would change what the
+        # training thread draws at the same time, such as a dropout mask that is being recomputed.
+        generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
+        drawn = [_draw(group, bucket.buffer.dtype, generator, together=together) for group in groups]
         return [qs.to(bucket.buffer) for qs in drawn]
 
 
-def _draw(group: Parts, dtype: torch.dtype, *, together: bool) -> torch.Tensor:
-    count, columns, rank = len(group), group[0].columns, group[0].rank
-    if together:
-        drawn = torch.randn(count, columns, rank, dtype=dtype)
-    else:
-        drawn = torch.cat([torch.randn(1, columns, rank, dtype=dtype) for _ in range(count)])
-    return drawn.mT.contiguous()
+def _draw(group: Parts, dtype: torch.dtype, generator: torch.Generator, *, together: bool) -> torch.Tensor:
+    """Draw the Q of a group on the CPU, as torch does for any device."""
+    rows, columns, rank = [len(group)] if together else [1] * len(group), group[0].columns, group[0].rank
+    drawn = [torch.randn(n, columns, rank, dtype=dtype, device="cpu", generator=generator) for n in rows]
+    return torch.cat(drawn).mT.contiguous()
 
 
 class StateMemory(Memory):
-    """A program's memory within the state's own dictionaries, by parameter name."""
+    """A program's memory, stored in the dictionaries of a PowerSGDState by parameter name."""
 
     def __init__(self, state: PowerSGDState) -> None:
         super().__init__()
         self._state = state
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """Residuals in `error_dict`, factors in `q_memory_dict`."""
+        """Return a tensor, or None: a residual from `error_dict` or a factor from `q_memory_dict`."""
         kept, key = self._where(place)
         return kept.get(key)
 
     def keep(self, place: Place, tensor: torch.Tensor) -> None:
-        """As they are found."""
+        """Store a tensor in the dictionary that `find` reads."""
         kept, key = self._where(place)
         kept[key] = tensor
 
     def residuals(self) -> list[torch.Tensor]:
-        """All of `error_dict`."""
+        """Return all tensors of `error_dict`."""
         return list(self._state.error_dict.values())
 
     def _where(self, place: Place) -> tuple[dict[str, torch.Tensor], str]:
@@ -258,7 +320,7 @@ class StateMemory(Memory):
 
 
 def _count(state: PowerSGDState, bucket: dist.GradBucket, *, flatten: bool) -> None:
-    """Keep the books, and log them when it is time."""
+    """Update the compression statistics, and log them when they are due."""
     chosen, length = program(state, flatten=flatten), bucket.buffer().numel()
     shapes = [torch.Size((length,))] if flatten else [gradient.shape for gradient in bucket.gradients()]
     state.total_numel_before_compression += length

@@ -1,19 +1,24 @@
-"""The names of `torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks`, on the two-shot exchange.
+"""Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks`.
 
-What differs from torch's: a rank sends 2 (W-1)/W encoded copies instead of W-1. The mean is quantised once
-more on its way back, so blocks are smaller, and scales travel with them: a number is off by at most half a
-step of its block, twice, where torch's is off by half a step of the whole bucket (per channel: of a block
-eight times as large), once. A state of None means the DDP model's own process group. Gradients of half
-precision stay what they are. Neither has error feedback: `thinwire.attach(ddp, thinwire.Int8())` has.
+Differences from torch:
+
+- The exchange is two-shot, so a rank sends 2 (W-1)/W encoded copies instead of W-1.
+- The mean is quantised a second time on its way back. Blocks are smaller to make up for it, and scales are
+  sent with them. The error is at most half a quantisation step of the block, twice. torch's is half a step
+  of the whole bucket (per channel: of a block eight times as large), once.
+- A state of None means the DDP model's own process group.
+- Half-precision gradients keep their dtype.
+
+Like torch's, these hooks have no error feedback. `thinwire.attach(ddp, thinwire.Int8())` has it.
 """
 
-# DDP inspects a hook's annotations and refuses strings: no `from __future__ import annotations` here.
+# DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 import torch
 import torch.distributed as dist
 
 from thinwire.codecs.quantize import Quantize
-from thinwire.ddp_comm_hooks._run import run_program
+from thinwire.ddp.lookup import run_program
 from thinwire.errors import OptionError
 from thinwire.programs.twoshot import TwoShot
 
@@ -21,7 +26,14 @@ from thinwire.programs.twoshot import TwoShot
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as 8-bit whole numbers, in blocks of 64 with a scale of their own.
+    """Average gradients as 8-bit integers in blocks of 64, each with its own scale.
+
+    Args:
+        process_group: Group to average over. None is the DDP model's own.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the averaged gradients.
 
     Example::
 
@@ -33,7 +45,18 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as 8-bit whole numbers, eight blocks to `bucket_size`.
+    """Average gradients as 8-bit integers in blocks of `bucket_size` / 8, each with its own scale.
+
+    Args:
+        process_group: Group to average over. None is the DDP model's own.
+        bucket: Gradients, passed by DDP.
+        bucket_size: Numbers in eight blocks.
+
+    Returns:
+        A future of the averaged gradients.
+
+    Raises:
+        OptionError: If `bucket_size` is not a positive integer.
 
     Example::
 

@@ -1,1 +1,1 @@
-"""Emulated slow networks on one machine: every host is a network namespace behind a throttled link."""
+"""Slow networks emulated on one machine. Every host is a network namespace behind a throttled link."""

@@ -1,21 +1,26 @@
-"""What this machine has and has not, for `thinwire doctor`."""
+"""Checks of this machine, for `thinwire doctor`."""
 
 import importlib.metadata
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import UnavailableError
+from thinwire.kernels import library
+from thinwire.lab.interfaces import VARIABLE, Interface, default_route, gloo_interface, interfaces
 from thinwire.lab.namespaces import try_inside, way_in
 from thinwire.version import __version__
 
 _OPTIONAL = {
-    "click": "the command line: pip install 'thinwire[cli]'",
-    "rich": "the command line: pip install 'thinwire[cli]'",
-    "plotly": "the report: pip install 'thinwire[report]'",
+    "numpy": "torch.distributed.checkpoint, powerSGD_hook and thinwire bench: pip install numpy",
+    "click": "the command line: pip install click",
+    "rich": "the command line: pip install rich",
+    "plotly": "the report: pip install plotly",
+    "sphinx": "thinwire docs --build: pip install sphinx myst-parser furo",
     "tensorboard": "the TensorBoard sink: pip install tensorboard",
     "wandb": "the W&B sink: pip install wandb",
 }
@@ -23,11 +28,14 @@ _OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        needed: Whether thinwire or its lab cannot do without.
-        remedy: What to do where it is not there.
+        name: The component that was checked.
+        ok: Whether it is available.
+        detail: Its version, or the reason why it is not available.
+        remedy: How to install or enable it.
+        needed: Whether thinwire or its lab fails without it.
     """
 
     name: str
@@ -38,7 +46,11 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that thinwire can use."""
+    """Check every component that thinwire can use.
+
+    Returns:
+        One finding for each component, in the order in which `thinwire doctor` shows them.
+    """
     return [
         Finding("thinwire", True, __version__),
         Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.release()}"),
@@ -46,6 +58,9 @@ def examine() -> list[Finding]:
         *_backends(),
         _devices(),
         Finding("cores", True, str(os.cpu_count())),
+        network(interfaces(), default_route()),
+        _kernels(),
+        _compiler(),
         *_lab(),
         *(_package(name, remedy) for name, remedy in _OPTIONAL.items()),
     ]
@@ -75,8 +90,41 @@ def _devices() -> Finding:
     return Finding("GPUs", count > 0, names or "none", "thinwire runs on the CPU, with Gloo")
 
 
+def _kernels() -> Finding:
+    in_use, detail, remedy = library.status()
+    return Finding("kernels", in_use, f"native code in use, {detail}" if in_use else detail, remedy)
+
+
+def _compiler() -> Finding:
+    """Look for the C compiler that builds kernels when thinwire is installed."""
+    path = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    return Finding("compiler", path is not None, path or "none", "only building native code needs it")
+
+
+def network(up: list[Interface], route: str | None) -> Finding:
+    """Return the interface that Gloo will use between hosts, and warn where it may be the wrong one.
+
+    Args:
+        up: The interfaces that are up.
+        route: The interface of the default route, or None.
+    """
+    chosen, why = gloo_interface(up)
+    others = [one.name for one in up if one is not chosen and one.name != "lo"]
+    remedy = f"export {VARIABLE}={route or 'eth0'} on every host, with the interface between the hosts"
+    if chosen is None:
+        return Finding("network", False, f"Gloo finds no interface {why}", remedy)
+    detail = f"Gloo uses {chosen} {why}"
+    if chosen.name == "lo" and others:
+        return Finding("network", False, f"{detail}, which other hosts cannot reach", remedy)
+    if route is not None and chosen.name not in ("lo", route):
+        return Finding("network", False, f"{detail}, but the default route is {route}", remedy)
+    if others and not os.environ.get(VARIABLE):
+        return Finding("network", False, f"{detail}, but {', '.join(others)} is up too", remedy)
+    return Finding("network", True, detail)
+
+
 def _lab() -> list[Finding]:
-    """Opens namespaces for real: a kernel that has them may still refuse them."""
+    """Open real namespaces, because a kernel that supports them may still deny permission."""
     try:
         way = way_in()
     except UnavailableError as error:

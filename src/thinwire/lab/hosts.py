@@ -1,4 +1,4 @@
-"""Hosts that a command can be started on: emulated ones, or plain processes over loopback."""
+"""Hosts on which a command can be started. They are emulated, or plain processes over loopback."""
 
 import os
 import socket
@@ -8,24 +8,40 @@ from typing import IO, Any, Protocol
 
 
 class Hosts(Protocol):
-    """Some machines, or what stands for them."""
+    """A set of machines, real or emulated."""
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command on one host, in a session of its own."""
+        """Start a command on one host, in its own session.
+
+        Args:
+            host: The host's number.
+            command: The program and its arguments.
+            **options: `stdout` and `stderr`, as for `subprocess.Popen`.
+
+        Returns:
+            The running process.
+        """
 
     def environment(self, host: int) -> Mapping[str, str]:
-        """What torch.distributed and torchrun need to find each other."""
+        """Return the variables by which torch.distributed and torchrun on `host` find the other hosts."""
 
     def bytes_sent(self) -> list[int] | None:
-        """What each host has put on the network so far, read off its device; None: cannot be told apart."""
+        """Return the bytes that each host has sent so far, as counted by its network device.
+
+        Returns:
+            One count for each host, or None if all hosts share a device.
+        """
+
+    def bytes_between(self) -> list[int] | None:
+        """Return the bytes that each group of hosts has sent to others so far, or None without groups."""
 
 
 class Loopback:
-    """Ranks side by side on this machine, with nothing between them."""
+    """Plain processes on this machine that communicate over loopback, without a limit of the rate."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -37,17 +53,27 @@ class Loopback:
         return launch(command, self.environment(host), **options)
 
     def environment(self, host: int) -> Mapping[str, str]:
-        """Everybody is at 127.0.0.1."""
+        """Return the variables of one rank. All ranks are at 127.0.0.1."""
         return rendezvous(host, self.count, "127.0.0.1", self._port, "lo")
 
     def bytes_sent(self) -> None:
-        """All hosts share one device."""
+        """Return None, because all hosts share one device."""
+
+    def bytes_between(self) -> None:
+        """Return None, because there are no groups."""
 
 
 def rendezvous(host: int, hosts: int, address: str, port: int, interface: str) -> dict[str, str]:
-    """The environment that makes `python train.py` one rank per host, and `torchrun` one node per host.
+    """Return the environment that makes `python train.py` one rank, and `torchrun` one node, per host.
 
-    torchrun reads its own options from `PET_` variables where its command line does not give them.
+    torchrun reads options from `PET_` variables unless its command line sets them.
+
+    Args:
+        host: The host's number.
+        hosts: The number of hosts.
+        address: The address of host 0.
+        port: The port on which host 0 listens.
+        interface: The network device that Gloo and NCCL must use.
     """
     return {
         "RANK": str(host),
@@ -74,7 +100,7 @@ def launch(
     stdout: int | IO[str] | None = None,
     stderr: int | IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a process in a session of its own, so that Ctrl-C reaches only the one who minds them all."""
+    """Start a process in its own session, so that Ctrl-C reaches only the process that supervises it."""
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},

@@ -1,9 +1,9 @@
-"""The lab: a network of namespaces that exists just as long as the process that opened it.
+"""The lab, a network of namespaces that lives exactly as long as the process that opened it.
 
-One shell is the first process of a new process namespace; it builds the network and then reads its stdin,
-a pipe that the opener holds. However the opener ends, by return, exception, Ctrl-C or kill -9, the pipe
-closes, the shell ends, and the kernel kills every process of that namespace and drops its network with it.
-Nothing has a name outside, so labs cannot meet, and there is nothing to remove.
+A shell is the first process of a new process namespace. It builds the network and then reads its stdin, a
+pipe that the opener holds. The pipe closes when the opener ends by return, exception, Ctrl-C or kill -9. The
+shell then ends, and the kernel kills every process of that namespace and removes its network. Nothing in a
+lab has a name outside of it. Labs therefore cannot collide, and nothing has to be removed.
 """
 
 import os
@@ -33,7 +33,14 @@ _SPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child"]
 
 
 class Lab:
-    """Emulated hosts, from `with` to its end.
+    """Emulated hosts that exist within a `with` block.
+
+    Args:
+        network: The hosts and their links, from `thinwire.lab.network.plan`.
+
+    Raises:
+        UnavailableError: This machine cannot open network namespaces.
+        LabError: The network could not be built.
 
     Example::
 
@@ -76,7 +83,7 @@ class Lab:
             if line.strip() == "ready":
                 return
             self._inner_pids.append(line.removeprefix("host").strip())
-        raise _refusal(keeper.stderr.read().strip(), self.network)
+        raise _build_error(keeper.stderr.read().strip(), self.network)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,7 +91,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End every process in the lab, and the lab; returns when they are gone."""
+        """End every process in the lab and remove its network. Return when all of them have ended."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
@@ -94,32 +101,45 @@ class Lab:
         try:
             keeper.wait(10)
         except subprocess.TimeoutExpired:
-            keeper.kill()  # and with it, by --kill-child, all that it keeps
+            keeper.kill()  # --kill-child then ends the whole namespace
             keeper.wait()
         for process in self._started:
             process.wait()
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command on one host."""
+        """Start a command on one host. See `Hosts.start`."""
         process = launch(self._entering(host, command), self.environment(host), **options)
         self._started.append(process)
         return process
 
     def environment(self, host: int) -> Mapping[str, str]:
-        """Host 0 is where the others meet."""
+        """Return the variables of one host. The rendezvous is on host 0."""
         own = rendezvous(host, self.count, self.network.address(0), _PORT, INTERFACE)
         return {**own, "THINWIRE_LAB": str(self.network)}
 
     def bytes_sent(self) -> list[int]:
-        """What each host has sent so far, counted at its port of the switch."""
+        """Return the bytes that each host has sent so far, as counted at its port of the switch.
+
+        Raises:
+            LabError: The lab is closed, or another process ended it.
+        """
         try:
             devices = read_devices(f"/proc/{self._open().pid}/net/dev")
             return [devices[f"port{host}"].received for host in range(self.count)]
         except (OSError, KeyError) as error:
-            raise LabError("the lab was ended by somebody else while it ran") from error
+            raise LabError(
+                "the lab's network is gone while the lab is open: another process ended it; open a new lab"
+            ) from error
+
+    def bytes_between(self) -> list[int] | None:
+        """Return the bytes that each group has sent to other groups so far, as counted at its slow link."""
+        if not self.network.groups:
+            return None
+        devices = read_devices(f"/proc/{self._open().pid}/net/dev")
+        return [devices[f"uplink{group}"].sent for group in range(len(self.network.groups))]
 
     def _entering(self, host: int, command: Sequence[str]) -> list[str]:
-        """The first nsenter goes into the lab, the second, which sees the lab's processes, to the host."""
+        """Return a command that enters the lab, then, by a process id valid only there, the host."""
         keeper = self._open().pid
         own_user = ["--user", "--preserve-credentials"] if self._as_user else []
         lab = [
@@ -130,7 +150,7 @@ class Lab:
             "--mount",
             f"--pid=/proc/{keeper}/ns/pid_for_children",
         ]
-        here = ["env", "--chdir", os.getcwd()]  # entering another mount namespace leads to its root
+        here = ["env", "--chdir", os.getcwd()]  # nsenter --mount changes the working directory to /
         return [*lab, "nsenter", "--target", self._inner_pids[host], "--net", "--", *here, *command]
 
     def _open(self) -> subprocess.Popen[str]:
@@ -140,7 +160,7 @@ class Lab:
 
 
 class Device:
-    """The counters of one network device."""
+    """The byte counters of one network device."""
 
     def __init__(self, line: str) -> None:
         counters = [int(word) for word in line.split()]
@@ -148,13 +168,17 @@ class Device:
 
 
 def read_devices(path: str = "/proc/net/dev") -> dict[str, Device]:
-    """Every network device that the reader, or the process whose file it is, can see."""
+    """Read the counters of every network device in the network namespace that `path` belongs to."""
     lines = [line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line]
     return {name.strip(): Device(counters) for name, counters in lines}
 
 
 def way_in() -> list[str]:
-    """Options of `unshare` that open a lab here; raises UnavailableError where none does."""
+    """Return the options of `unshare` with which this machine can open a lab.
+
+    Raises:
+        UnavailableError: A tool is not installed, or the system denies network namespaces.
+    """
     absent = [tool for tool in _PACKAGES if not shutil.which(tool, path=_PATH)]
     if absent:
         packages = " ".join(dict.fromkeys(_PACKAGES[tool] for tool in absent))
@@ -167,14 +191,22 @@ def way_in() -> list[str]:
         if attempt.returncode == 0:
             return way
     raise UnavailableError(
-        f"the lab needs network namespaces, and this system refuses them ({attempt.stderr.strip()}): run as"
+        f"the lab needs network namespaces, and this system denies them ({attempt.stderr.strip()}): run as"
         " root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or"
         " kernel.apparmor_restrict_unprivileged_userns=0; in Docker: --privileged)"
     )
 
 
 def try_inside(way: list[str], script: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script in throw-away namespaces."""
+    """Run a shell script in temporary namespaces.
+
+    Args:
+        way: The options of `unshare`, from `way_in`.
+        script: The commands.
+
+    Returns:
+        The finished process, with its output. A failure is not raised.
+    """
     return subprocess.run(
         ["unshare", *way, *_SPACES, "sh", "-c", script],
         env={**os.environ, "PATH": _PATH},
@@ -186,10 +218,11 @@ def try_inside(way: list[str], script: str) -> subprocess.CompletedProcess[str]:
 
 
 def clean() -> int:
-    """End what is left of labs whose owner is gone; how many there were.
+    """End the remains of labs whose owner has ended, and return their number.
 
-    The kernel does this by itself when an owner dies; what is found here was frozen on its way. Labs of
-    containers and labs within labs are not ours to judge: we cannot see their owners.
+    The kernel normally ends a lab with its owner. A lab remains only if its first process was frozen at that
+    moment. Labs of containers, and labs within labs, are left alone because their owners are not visible
+    from here.
     """
     removed = 0
     for folder in Path("/proc").glob("[0-9]*"):
@@ -202,17 +235,17 @@ def clean() -> int:
                 os.kill(int(folder.name), signal.SIGKILL)
                 removed += 1
         except (OSError, ValueError, IndexError):
-            continue  # ended meanwhile, or not ours
+            continue  # it has ended in the meantime, or it is not a lab
     return removed
 
 
 def _identity() -> str:
-    """This process, to whoever meets it in the same process namespace."""
+    """Return an identifier of this process that is unique among all processes of this machine."""
     return f"{_began(os.getpid())} in {_pid_namespace()}"
 
 
 def _began(pid: int) -> str:
-    """A process and when it began: a process id alone may be used again."""
+    """Return a process id with its start time, because the kernel may reuse an id."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -224,12 +257,12 @@ def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-def _refusal(said: str, network: Network) -> LabError | UnavailableError:
-    """Why a network could not be built."""
+def _build_error(said: str, network: Network) -> LabError | UnavailableError:
+    """Return the error for a network that could not be built."""
     if any(link.delay or link.loss for link in network.links) and "qdisc" in said:
         return UnavailableError(
             f"this kernel cannot emulate delay or loss (netem: {said}): leave --delay and --loss out, or load"
             " the module sch_netem"
         )
     said = said or "no reason given"
-    return LabError(f"the network could not be built ({said}): see what `thinwire doctor` misses")
+    return LabError(f"the network could not be built ({said}): run `thinwire doctor` to see what is missing")

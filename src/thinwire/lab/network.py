@@ -1,19 +1,19 @@
-"""What a lab's network looks like, and the shell commands that build it: pure, nothing is run here.
+"""A lab's network, and the shell commands that build it. This module runs no command.
 
-Without groups every host hangs on one switch by its own slow link:
+Without groups, every host is connected to one switch by its own slow link:
 
     host 0 ─rate─┐
     host 1 ─rate─┤ switch
     host 2 ─rate─┘
 
-With `groups` each group has a switch of its own with fast links (`inside`), and one slow link to the rest:
+With `groups`, each group has its own switch with fast links (`inside`) and one slow link to the other groups:
 
     host 0 ─inside─┐ group 0 ─rate─┐
     host 1 ─inside─┘               │ switch
     host 2 ─inside─┐ group 1 ─rate─┘
     host 3 ─inside─┘
 
-Links are limited where a packet leaves, in each direction by its own sender.
+A link is limited in each direction by the sender, where packets leave.
 """
 
 import re
@@ -28,12 +28,12 @@ MOST_HOSTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a link: what `tc` is told about it.
+    """One direction of a link, as configured by `tc`.
 
     Attributes:
-        rate: Bits per second; None: unlimited.
-        delay: Milliseconds that every packet takes longer.
-        loss: Per cent of packets that get lost.
+        rate: Bits per second. None for an unlimited link.
+        delay: Milliseconds by which every packet is delayed.
+        loss: Per cent of packets that are lost.
     """
 
     rate: int | None = None
@@ -41,10 +41,11 @@ class Link:
     loss: float = 0.0
 
     def commands(self, device: str) -> list[str]:
-        """Shape what leaves over `device`.
+        """Return the shell commands that limit the traffic leaving through `device`.
 
-        The bucket holds 2 ms of traffic, or 8 KB where that is more, so that a pause earns next to nothing;
-        the kernel must hand it packets that fit, or it would have to cut them apart, each with its headers.
+        The token bucket holds 2 ms of traffic, but at least 8 KB. A larger one would let a sender exceed the
+        rate after a pause. `gso_max_size` keeps packets smaller than the bucket. The kernel would otherwise
+        split them and add headers to each part.
         """
         commands = []
         if self.delay or self.loss:
@@ -67,8 +68,8 @@ class Network:
     """Hosts, and the links between them.
 
     Attributes:
-        links: The slow links: one per host, or with groups one per group.
-        groups: How many hosts each group has; empty: no groups.
+        links: The slow links, one per host, or one per group if there are groups.
+        groups: The number of hosts in each group. Empty without groups.
         inside: The link of each host within its group.
     """
 
@@ -78,12 +79,12 @@ class Network:
 
     @property
     def hosts(self) -> int:
-        """How many."""
+        """The number of hosts."""
         return sum(self.groups) if self.groups else len(self.links)
 
     @property
     def rate(self) -> int | None:
-        """Of the slowest link."""
+        """Bits per second of the slowest link. None if all links are unlimited."""
         return min((link.rate for link in self.links if link.rate is not None), default=None)
 
     def __str__(self) -> str:
@@ -96,11 +97,14 @@ class Network:
         return f"{sizes} hosts, {show_rate(self.inside.rate)} within a group, {rates}{extra} between"
 
     def address(self, host: int) -> str:
-        """A host's own address."""
+        """Return the IP address of a host."""
         return f"10.77.0.{host + 1}"
 
     def script(self) -> str:
-        """Builds the network, prints `host PID` for each, then `ready`, and holds it while stdin is open."""
+        """Return a shell script that builds the network and keeps it until its stdin is closed.
+
+        It prints a line `host PID` for each host, then `ready`.
+        """
         names = "\\n".join(f"{self.address(host)} host{host}" for host in range(self.hosts))
         lines = [_PRELUDE, f"names '{names}' || :", "bridge switch"]
         lines += [
@@ -116,7 +120,7 @@ class Network:
 
 _PRELUDE = f"""set -eu
 mount -t proc proc /proc
-names() {{ # in the lab's own view of the file system, and on no disk
+names() {{ # only the lab's mount namespace sees this file, and it is on no disk
     mount -t tmpfs tmpfs /mnt && cp /etc/hosts /mnt/hosts && printf "$1\\n" >> /mnt/hosts &&
         mount --bind /mnt/hosts /etc/hosts && umount -l /mnt
 }}
@@ -151,15 +155,21 @@ def plan(
     delay: float = 0.0,
     loss: float = 0.0,
 ) -> Network:
-    """A network from a user's words; raises OptionError where they make no sense.
+    """Make a network from command-line options.
 
     Args:
-        hosts: How many; with groups it follows from them.
-        rate: One rate for all slow links, or one for each, with commas.
-        groups: `2x3`: two groups of three hosts each.
-        inside: The rate within a group.
+        hosts: The number of hosts. Not needed with `groups`.
+        rate: One rate for all slow links, or one for each, separated by commas.
+        groups: `2x3` for two groups of three hosts each.
+        inside: The rate of each host within its group.
         delay: Milliseconds that each slow link adds.
         loss: Per cent of packets that each slow link loses.
+
+    Returns:
+        The network, for `thinwire.lab.namespaces.Lab`.
+
+    Raises:
+        OptionError: A value does not parse, is out of range or contradicts another one.
 
     >>> print(plan(hosts=2, rate="100mbit"))
     2 hosts at 100mbit

@@ -1,4 +1,4 @@
-"""One command on every host: lines as they come, the first failure stops the rest."""
+"""Execution of one command on every host. The first failure stops the command on all hosts."""
 
 import os
 import queue
@@ -14,38 +14,49 @@ from typing import IO, TypeAlias
 from thinwire.lab.hosts import Hosts
 
 _GRACE_SECONDS = 3.0
-_MOST_LINES = 1000  # a command that prints faster than anybody reads must wait
+_MOST_LINES = 1000  # a command that prints faster than its lines are shown has to wait
 
 Lines: TypeAlias = "queue.Queue[tuple[int, str, str | None]]"
 
 OnLine = Callable[[int, str, str], None]
-"""Receives (host, "stdout" or "stderr", line) of every line that a command prints."""
+"""A callback that receives (host, "stdout" or "stderr", line) for every line that a command prints."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        exit_code: 0, or that of the host that failed first, as a shell would say it (128 + signal).
-        failed_host: Which host that was.
-        seconds: From the first start to the last end.
-        bytes_sent: By each host, read off its device; None over loopback.
+        exit_code: 0, or the exit code of the host that failed first. A signal is 128 + its number.
+        failed_host: The host that failed first, or None.
+        seconds: Time from the first start to the last end.
+        bytes_sent: Bytes sent by each host, as counted by its network device. None over loopback.
+        bytes_between: Bytes sent by each group to other groups, at its slow link. None without groups.
     """
 
     exit_code: int
     failed_host: int | None
     seconds: float
     bytes_sent: tuple[int, ...] | None
+    bytes_between: tuple[int, ...] | None = None
 
 
 def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
-    """Run `command` on every host at once and wait; whatever happens, no process stays behind.
+    """Run `command` on every host at the same time, and wait for all of them.
 
-    When one host fails the others are asked to stop (SIGTERM), and ended after a moment of grace.
+    When one host fails, the others receive SIGTERM, and SIGKILL after three seconds. No process remains when
+    this function returns or raises.
+
+    Args:
+        hosts: The hosts to run on.
+        command: The program and its arguments.
+        on_line: Called with every line of output, in this thread.
+
+    Returns:
+        The exit code, the duration and the bytes sent.
     """
     started = time.monotonic()
-    before = hosts.bytes_sent()
+    before, between = hosts.bytes_sent(), hosts.bytes_between()
     lines: Lines = queue.Queue(_MOST_LINES)
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
@@ -62,15 +73,19 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
         _stop(processes)
         _drain(readers, lines, lambda host, stream, line: None)
         raise
-    after = hosts.bytes_sent()
-    sent = (
-        None if before is None or after is None else tuple(b - a for a, b in zip(before, after, strict=True))
-    )
-    return Finished(code, failed_host, seconds, sent)
+    sent, crossed = _more(before, hosts.bytes_sent()), _more(between, hosts.bytes_between())
+    return Finished(code, failed_host, seconds, sent, crossed)
+
+
+def _more(before: list[int] | None, after: list[int] | None) -> tuple[int, ...] | None:
+    """Return how much each count has risen, or None where there are none."""
+    if before is None or after is None:
+        return None
+    return tuple(later - earlier for earlier, later in zip(before, after, strict=True))
 
 
 def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> None:
-    """The lines that are still on their way; not for ever, for what was left running may go on printing."""
+    """Pass on the remaining lines, for a limited time because a leftover process may keep printing."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -84,7 +99,7 @@ def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> No
 
 
 def _readers(process: subprocess.Popen[str], host: int, lines: Lines) -> list[threading.Thread]:
-    """Two threads that pass lines on, and one that says when the process has ended."""
+    """Start two threads that pass lines on, and one that reports when the process has ended."""
 
     def read(stream: str, pipe: IO[str]) -> None:
         with pipe:
@@ -112,7 +127,7 @@ def _follow(
     lines: Lines,
     on_line: OnLine,
 ) -> tuple[int | None, int]:
-    """Until all have ended or one has failed: that host and its exit code."""
+    """Wait until all have ended or one has failed. Return the host that failed and its exit code."""
     running = len(processes)
     while running:
         host, stream, line = lines.get()
@@ -127,7 +142,7 @@ def _follow(
 
 
 def _stop(processes: list[subprocess.Popen[str]]) -> None:
-    """SIGTERM to the session of each that still runs; after a moment SIGKILL to whatever is left of any."""
+    """Send SIGTERM to every running session, and SIGKILL to all sessions after a grace period."""
     running = [process for process in processes if process.poll() is None]
     deadline = time.monotonic() + _GRACE_SECONDS
     for process in running:

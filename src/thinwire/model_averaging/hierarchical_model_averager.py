@@ -1,4 +1,28 @@
-"""The name of `torch.distributed.algorithms.model_averaging.hierarchical_model_averager`."""
+"""Drop-in replacement for `torch.distributed.algorithms.model_averaging.hierarchical_model_averager`.
+
+Ranks that are close to each other average often, and all ranks rarely (https://arxiv.org/abs/2010.12998).
+With `OrderedDict([(4, 8), (16, 16)])` every 8 consecutive ranks average each 4 steps, and all 16 each 16
+steps. Put the ranks of a node next to each other, as torchrun does, and the slow network carries only the
+longest period.
+
+For new code, `thinwire.attach(ddp, thinwire.Hierarchical({4: "node", 16: None}), optimizer=optimizer)`
+finds the nodes itself and can compress what is sent between them.
+
+Differences from torch:
+
+- Groups of consecutive ranks are built on any backend, and within a process group that is not the world.
+- A hierarchy whose periods or sizes decrease raises. torch accepts it and never runs part of it.
+- Ranks that give different hierarchies raise `MismatchError` on all of them.
+- Parameters are averaged in place, and may be unused on some ranks.
+
+Performance:
+    Each average sends the parameters once, within its group. On the slow links between groups that is 1 /
+    period of plain DDP's bytes, with the period of the last level.
+
+Safety:
+    The constructor is collective: it builds process groups, and compares the hierarchy across ranks before.
+    A time-out names the rank that did not call it.
+"""
 
 import logging
 import warnings
@@ -8,29 +32,34 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from thinwire.averaging.policy import check_whole
+from thinwire.codecs.checks import check_whole
+from thinwire.engine.agreement import agree_on
+from thinwire.engine.given_group import outside
+from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.errors import OptionError
-from thinwire.model_averaging._groups import outside
 from thinwire.model_averaging.averagers import PERIOD, WARM_UP, ModelAverager
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
-from thinwire.set_ups import agree_on
-from thinwire.wire.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages parameters often among few ranks and seldom among many (https://arxiv.org/abs/2010.12998).
+    """An averager with short periods for few ranks and long ones for many (https://arxiv.org/abs/2010.12998).
 
-    At a step that several periods divide, the longest of them decides. Steps are counted from the very
-    first, not from the end of the warm-up. Making one is collective over `process_group`.
+    At a step that several periods divide, the longest of them applies. Steps are counted from step 0, not
+    from the end of the warm-up. The constructor is collective over `process_group`.
 
     Args:
-        period_group_size_dict: From each period, in steps, to how many consecutive ranks then average. Both
-            must rise from entry to entry, and each size must divide the last one, the size of
-            `process_group`. (torch accepts a hierarchy that does not rise, and never runs some of it.)
-        warmup_steps: Steps before the first averaging.
-        process_group: All ranks that take part; None: the whole world.
+        period_group_size_dict: Maps each period, in steps, to the number of consecutive ranks that average
+            together. Periods must increase from entry to entry and sizes must not decrease. Each size must
+            divide the last one, which is the size of `process_group`. (torch accepts a decreasing hierarchy
+            and never runs part of it.)
+        warmup_steps: Steps before the first average.
+        process_group: All ranks that take part. None is the whole world.
+
+    Raises:
+        OptionError: If the periods and sizes are no hierarchy of the group's ranks.
+        MismatchError: If ranks give different hierarchies.
 
     Example::
 
@@ -69,17 +98,17 @@ class HierarchicalModelAverager(ModelAverager):
         self.period_process_group_dict = _groups(levels, self.process_group)
 
     def _find_process_group(self) -> dist.ProcessGroup | None:
-        """Over whom to average at this step; None: not at all."""
+        """Return the group that averages at this step, or None."""
         due = [period for period in self._periods if self.step % period == 0]
         return self.period_process_group_dict[due[-1]] if due else None
 
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]]
     ) -> None:
-        """Count a step; average before that, if the warm-up is over and a period divides the count.
+        """Average parameters if the warm-up is over and a period divides the step count, then count the step.
 
         Args:
-            params: A model's parameters, or an optimizer's `param_groups`: all of them, on every rank.
+            params: A model's parameters or an optimizer's `param_groups`, all of them on every rank.
         """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:
@@ -88,7 +117,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
-    """From period to group size; OptionError on what makes no hierarchy of `ranks` ranks."""
+    """Return group sizes by period. Raise OptionError if they are no hierarchy of `ranks` ranks."""
     name = "period_group_size_dict"
     if not given or not isinstance(given, Mapping):
         raise OptionError(
@@ -111,17 +140,17 @@ def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
             f"{name}={levels} has groups of {misfit[0]}, which do not divide the {ranks} ranks: choose"
             " divisors"
         )
-    if periods != sorted(set(periods)) or sizes != sorted(set(sizes)):
+    if periods != sorted(periods) or sizes != sorted(sizes):
         raise OptionError(
-            f"{name}={levels} must rise, in periods and in sizes: larger groups average less often;"
-            " give short periods first, as in an OrderedDict"
+            f"{name}={levels} must rise in periods, and its sizes must not fall: larger groups average less"
+            " often; give short periods first, as in an OrderedDict"
         )
     return levels
 
 
 def _groups(levels: dict[int, int], whole: dist.ProcessGroup) -> "OrderedDict[int, dist.ProcessGroup]":
-    """This rank's group on each level: consecutive ranks; the last is the whole group itself."""
-    communicator = Communicator(whole)
+    """Return this rank's group of consecutive ranks on each level. The last is the whole group."""
+    communicator = GroupCommunicator(whole)
     if len(levels) > 1:
         set_up = {f"ranks that average every {period} steps": str(size) for period, size in levels.items()}
         agree_on(set_up, communicator.meeting, communicator.limit, topic="hierarchy")

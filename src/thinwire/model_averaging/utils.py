@@ -1,8 +1,10 @@
-"""The names of `torch.distributed.algorithms.model_averaging.utils`.
+"""Drop-in replacement for `torch.distributed.algorithms.model_averaging.utils`.
 
-What differs from torch's: parameters are averaged in place, so views, memory formats and optimizers keep
-hold of them; which have gradients is agreed between ranks first, so a parameter that some rank did not use
-is no trouble; and with nothing to average, nothing happens.
+Differences from torch:
+
+- Parameters are averaged in place, so views, memory formats and references of optimizers stay valid.
+- Ranks agree first on which parameters have gradients, so a parameter may be unused on some ranks.
+- With nothing to average, nothing is sent.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,10 +12,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed import ProcessGroup
 
-from thinwire.averaging.parameters import average, average_used
+from thinwire.engine.blocking import run_blocking
+from thinwire.engine.given_group import group_or_world, outside
 from thinwire.errors import OptionError
-from thinwire.model_averaging._groups import group_or_world, outside
-from thinwire.wire.blocking import run_blocking
+from thinwire.strategies.averaging.parameters import average, average_used
 
 __all__ = [
     "average_parameters",
@@ -23,17 +25,17 @@ __all__ = [
 
 
 class ParametersError(OptionError, NotImplementedError):
-    """Neither parameters nor parameter groups; torch's is a NotImplementedError."""
+    """An OptionError for neither parameters nor parameter groups. torch raises NotImplementedError."""
 
 
 def average_parameters(params: Iterator[torch.nn.Parameter], process_group: ProcessGroup) -> None:
-    """Average all given parameters over a group, in place; a rank outside the group does nothing.
+    """Average all given parameters over a group, in place. A rank outside the group does nothing.
 
-    Every rank must give as many, of the same shapes. The copy that travels takes as much memory as they do.
+    The copy that is sent takes as much memory as the parameters.
 
     Args:
-        params: Any iterable of them.
-        process_group: Over which to average; None: the whole world.
+        params: Parameters, as many and of the same shapes on every rank.
+        process_group: Group to average over. None is the whole world.
 
     Example::
 
@@ -47,10 +49,10 @@ def average_parameters(params: Iterator[torch.nn.Parameter], process_group: Proc
 def get_params_to_average(
     params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]],
 ) -> list[torch.nn.Parameter]:
-    """Those parameters that have a gradient on this rank, in order.
+    """Return the parameters that have a gradient on this rank, in order.
 
     Args:
-        params: A model's parameters, or an optimizer's `param_groups`.
+        params: A model's parameters or an optimizer's `param_groups`.
 
     Example::
 
@@ -63,11 +65,11 @@ def average_parameters_or_parameter_groups(
     params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]],
     process_group: ProcessGroup,
 ) -> None:
-    """Average, in place, those parameters that have a gradient on any rank of a group.
+    """Average the parameters that have a gradient on any rank of a group, in place.
 
     Args:
-        params: A model's parameters, or an optimizer's `param_groups`: all of them, the same on every rank.
-        process_group: Over which to average; None: the whole world. A rank outside it does nothing.
+        params: A model's parameters or an optimizer's `param_groups`, all of them on every rank.
+        process_group: Group to average over. None is the whole world. A rank outside it does nothing.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What a user gives to ZeroRedundancyOptimizer: checked, and in one form."""
+"""Validation of the arguments of ZeroRedundancyOptimizer."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,12 +7,18 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from thinwire.checkpoint.optimizer_state import options_of
+from thinwire.engine.given_group import group_or_world, outside
 from thinwire.errors import OptionError
-from thinwire.sharding.state import options_of
 
 
 def listed(params: Any) -> list[Any]:
-    """Parameters, or groups of them, in a list; what torch refuses is refused with the same classes."""
+    """Return parameters or groups as a list.
+
+    Raises:
+        OptionError: If there are none, a group has no 'params', or a parameter is not dense.
+        TypeError: If they are no iterable of parameters or of groups, as in torch.
+    """
     if isinstance(params, torch.Tensor | set) or not isinstance(params, Iterable):
         raise TypeError(
             f"params is a {torch.typename(params)}: give an ordered iterable of parameters, such as"
@@ -31,7 +37,7 @@ def listed(params: Any) -> list[Any]:
         if isinstance(group, dict) and "params" not in group:
             raise OptionError(f"a group has the keys {sorted(group)}: it needs 'params', its parameters")
         if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor | set):
-            group["params"] = list(group["params"])  # sets, whose order differs by rank, torch refuses
+            group["params"] = list(group["params"])  # torch raises on sets, whose order differs by rank
     for tensor in _tensors_in(items):
         if tensor.layout != torch.strided:
             raise OptionError(
@@ -54,14 +60,9 @@ def _tensors_in(items: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def group_given(process_group: Any | None) -> dist.ProcessGroup:
-    """The given group, or the whole world for None; this rank must be in it."""
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None:
-        raise OptionError(
-            "process_group=None means the whole world, and there is none yet: call"
-            " torch.distributed.init_process_group first"
-        )
-    if not isinstance(group, dist.ProcessGroup):
+    """Return the given group, or the whole world for None. Raise OptionError if this rank is not in it."""
+    group = group_or_world(process_group)
+    if outside(group):
         raise OptionError(
             f"process_group={group!r} must be a process group that this rank is in, or None for the"
             " whole world"
@@ -72,7 +73,7 @@ def group_given(process_group: Any | None) -> dist.ProcessGroup:
 def local_optimizer(
     optimizer_class: Any, groups: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> Optimizer:
-    """The local optimizer; groups may be empty lists, which torch's optimizers accept, in dicts."""
+    """Return a new local optimizer. Groups may have no parameters, which torch's optimizers accept."""
     known = optimizer_class if isinstance(optimizer_class, type) else Optimizer
     if not callable(optimizer_class) or not issubclass(known, Optimizer):
         raise OptionError(
@@ -90,9 +91,13 @@ def local_optimizer(
 def described(
     optim: Optimizer, groups: list[dict[str, Any]], sent: set[int], strided: bool
 ) -> dict[str, str]:
-    """An optimizer and all its parameters as text, to be equal on every rank.
+    """Describe an optimizer and its parameters as text, for comparison between ranks.
 
-    `sent` are the numbers of those that travel; as they lie in memory if `strided`.
+    Args:
+        optim: The local optimizer.
+        groups: Parameter groups of all ranks.
+        sent: Indices of the parameters that are sent.
+        strided: Whether strides must be equal too.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     return {

@@ -1,8 +1,10 @@
-"""The name of `torch.distributed.optim.post_localSGD_optimizer`.
+"""Drop-in replacement for `torch.distributed.optim.post_localSGD_optimizer`.
 
-What differs from torch's: it is an optimizer through and through, with defaults, step hooks and closures;
-its `param_groups` are the wrapped optimizer's at any time, so schedulers go on having effect after
-`load_state_dict`; with a GradScaler, a rank whose gradients overflow still averages with the others.
+Differences from torch:
+
+- It is a complete optimizer, with defaults, step hooks and closures.
+- Its `param_groups` are always the wrapped optimizer's, so LR schedulers still work after `load_state_dict`.
+- With a GradScaler, a rank whose gradients overflow still averages with the others.
 """
 
 import warnings
@@ -12,35 +14,33 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.codecs.codec import is_whole
+from thinwire.amp.wrapped_step import wrapped_step
+from thinwire.codecs.checks import is_whole
+from thinwire.ddp.internals import share_state_hooks
 from thinwire.errors import OptionError, StateError
-from thinwire.optim._scaled import wrapped_step
 
 _STEP = "step"
-_SHARED_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class Averager(Protocol):
-    """A ModelAverager: thinwire's, torch's or your own."""
+    """Protocol of model averagers: thinwire's, torch's or your own."""
 
     step: int
 
     def average_parameters(self, params: Any) -> Any:
-        """Average if it is time, and count the step."""
+        """Average parameters if they are due, and count the step."""
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Runs an optimizer's steps, and averages parameters after those that the averager chooses.
+    """An optimizer that makes local steps and averages parameters when the averager says so.
 
     Args:
-        optim: Makes the local steps.
-        averager: When and over whom to average. With `post_localSGD_hook`, its `warmup_steps` should be the
-            hook's `start_localSGD_iter`.
+        optim: Optimizer that makes the local steps.
+        averager: Decides when to average, and over which ranks. With `post_localSGD_hook`, set its
+            `warmup_steps` to the hook's `start_localSGD_iter`.
+
+    Raises:
+        OptionError: If `optim` is no optimizer or `averager` no averager.
 
     Example::
 
@@ -61,11 +61,10 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             raise OptionError(
                 f"averager={averager!r} must be a ModelAverager, such as PeriodicModelAverager(period=4)"
             )
-        super().__init__(optim.param_groups, optim.defaults)  # its own copies of these end here
+        super().__init__(optim.param_groups, optim.defaults)  # the properties below discard these copies
         self.optim = optim
         self.averager = averager
-        for name in _SHARED_HOOKS:
-            setattr(self, name, getattr(optim, name, getattr(self, name)))
+        share_state_hooks(self, optim)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.optim, self.averager)
@@ -79,7 +78,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's, at any time."""
+        """The wrapped optimizer's parameter groups."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -89,7 +88,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> "defaultdict[torch.Tensor, Any]":
-        """The wrapped optimizer's, at any time."""
+        """The wrapped optimizer's state."""
         return self.optim.state
 
     @state.setter
@@ -99,7 +98,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's, at any time."""
+        """The wrapped optimizer's defaults."""
         return self.optim.defaults
 
     @defaults.setter
@@ -108,11 +107,18 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             self.optim.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, with the averager's count of steps under "step"."""
+        """Return the wrapped optimizer's state, with the averager's step count under "step"."""
         return {**self.optim.state_dict(), _STEP: self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer and the averager's count; without one, warn and begin at 0."""
+        """Restore the wrapped optimizer and the averager's step count.
+
+        Args:
+            state_dict: State of a PostLocalSGDOptimizer. Without a step count, warn and count from 0.
+
+        Raises:
+            StateError: If the step count is no whole number of at least 0.
+        """
         step = state_dict.get(_STEP, 0)
         if not is_whole(step) or step < 0:
             raise StateError(
@@ -129,7 +135,14 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a local step, then average parameters if the averager says so; returns the closure's loss."""
+        """Make a local step, then average parameters if they are due.
+
+        Args:
+            closure: Computes the loss again, as in `torch.optim`.
+
+        Returns:
+            The closure's loss, or None.
+        """
         arguments = () if closure is None else (closure,)
         loss: float | None = wrapped_step(self, self.optim, *arguments)
         self.averager.average_parameters(params=self.param_groups)
@@ -140,6 +153,6 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the wrapped optimizer more parameters; every rank must do so at the same point."""
+        """Add parameters to the wrapped optimizer. Every rank must do so at the same point."""
         if self._made:
             self.optim.add_param_group(param_group)

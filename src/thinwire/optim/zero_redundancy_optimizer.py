@@ -1,16 +1,19 @@
-"""The name of `torch.distributed.optim.zero_redundancy_optimizer`.
+"""Drop-in replacement for `torch.distributed.optim.zero_redundancy_optimizer`.
 
-What differs from torch's: parameters travel many at a time, so a step takes few round trips; parameters of
-several dtypes, named parameters and channels_last are fine; loading leaves your dictionary and its tensors
-alone; ranks are those of the process group throughout; ranks with different parameters raise on every rank
-instead of hanging; frozen parameters do not travel; with a GradScaler, a rank whose gradients overflow still
-exchanges parameters with the others; `state` and `defaults` are the local optimizer's, as schedulers expect.
+Differences from torch:
+
+- Many parameters are sent at once, and frozen ones are not sent.
+- Several dtypes, named parameters and channels_last work. Loading does not change your dictionary.
+- Ranks are those of the process group. Ranks with different parameters raise instead of hanging.
+- With a GradScaler, a rank whose gradients overflow still exchanges parameters.
+- `state` and `defaults` are the local optimizer's, as schedulers expect.
 """
 
 import enum
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +21,28 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from thinwire.codecs.codec import is_whole
+from thinwire.amp.wrapped_step import wrapped_step
+from thinwire.checkpoint.optimizer_state import (
+    checked,
+    joined,
+    options_of,
+    packed_groups,
+    part_of,
+    shard_of,
+    whole_of,
+)
+from thinwire.codecs.checks import is_whole
+from thinwire.ddp.internals import state_hooks
+from thinwire.engine.agreement import agree_on
+from thinwire.engine.blocking import run_abreast, run_blocking
+from thinwire.engine.process_group import time_limit
+from thinwire.engine.rendezvous import Meeting
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim._given import described, group_given, listed, local_optimizer
-from thinwire.optim._scaled import wrapped_step
-from thinwire.set_ups import agree_on
-from thinwire.sharding.assignment import Assignment, assign, in_runs
-from thinwire.sharding.collect import collect
-from thinwire.sharding.overlap import Overlap
-from thinwire.sharding.parameters import as_views, batches, in_turn, share
-from thinwire.sharding.state import checked, joined, options_of, packed_groups, part_of, shard_of, whole_of
-from thinwire.wire.agree import Meeting
-from thinwire.wire.blocking import run_abreast, run_blocking
-from thinwire.wire.communicator import time_limit
+from thinwire.strategies.zero.assignment import Assignment, assign, in_runs
+from thinwire.strategies.zero.collect import collect
+from thinwire.strategies.zero.overlap import Overlap, Usage
+from thinwire.strategies.zero.parameters import as_views, batches, in_turn, share
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -40,7 +52,7 @@ _TOPIC = "zero"
 
 
 class _OverlapStatus(enum.IntEnum):
-    """How far the overlap with DDP is set up. Owners do not depend on DDP's buckets, so one backward does."""
+    """Stages of the set-up with DDP. One backward completes it: owners do not depend on DDP's buckets."""
 
     UNINITIALIZED = 0
     DDP_HAS_REBUILT_BUCKETS = 1
@@ -48,17 +60,18 @@ class _OverlapStatus(enum.IntEnum):
 
 
 class _OverlapInfo:
-    """What the hooks of `ddp_zero_hook` keep with their optimizer."""
+    """State of the hooks of `ddp_zero_hook`, kept with their optimizer."""
 
     def __init__(self) -> None:
         self.status = _OverlapStatus.UNINITIALIZED
         self.shard_buckets = False
         self.params_per_bucket: list[list[torch.Tensor]] = []
         self.overlap: Overlap | None = None
+        self.usage: Usage | None = None
 
 
 class _ZeROJoinHook(JoinHook):
-    """What a rank that has run out of inputs does while others still train: step along."""
+    """Join hook that steps a rank without inputs while other ranks still train."""
 
     def __init__(self, zero: "ZeroRedundancyOptimizer") -> None:
         self.zero = zero
@@ -68,19 +81,19 @@ class _ZeROJoinHook(JoinHook):
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Any optimizer with its state spread over the ranks: each keeps and updates its share of parameters.
+    """Any optimizer, with its state in shards: each rank keeps and updates its share of the parameters.
 
-    After a step, every rank sends the parameters that it has updated to all others. Optimizer state, twice
-    the model for Adam, so takes 1/W of the memory; a rank sends (W-1)/W of the model more per step. Gradients
+    After a step, every rank sends its updated parameters to all others. Optimizer state, which for Adam is
+    twice the model, takes 1/W of the memory. A rank sends (W-1)/W of the model more per step. Gradients
     must be the same on all ranks, as under DDP. Paper: https://arxiv.org/abs/1910.02054.
 
     Args:
-        params: Parameters, named parameters or groups of them; the same on every rank.
-        optimizer_class: Makes the local optimizer, from this rank's share of the groups.
-        process_group: Over which to spread; None: the whole world.
+        params: Parameters, named parameters or groups of them, the same on every rank.
+        optimizer_class: Class of the local optimizer, which gets this rank's share of the groups.
+        process_group: Ranks that share the state. None is the whole world.
         parameters_as_bucket_view: Make the parameters views of flat buffers, which are sent without a copy.
-        overlap_with_ddp: Step inside backward, by a hook made by `ddp_zero_hook`; `step()` then does nothing.
-        **defaults: The options of `optimizer_class`.
+        overlap_with_ddp: Step inside backward, with a hook of `ddp_zero_hook`. `step()` then does nothing.
+        **defaults: Options of `optimizer_class`.
 
     Example::
 
@@ -108,14 +121,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.initialized = False
         self._overlap_with_ddp = overlap_with_ddp
-        self._optimizer_class, self._options = optimizer_class, defaults
+        self._make_optimizer = partial(local_optimizer, optimizer_class, defaults=defaults)
         self._has_state = False
         Optimizer.__init__(self, listed(params), defaults)
         Joinable.__init__(self)
         self.process_group = group_given(process_group)
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
-        self.global_rank: int = dist.get_global_rank(self.process_group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._all_state_dicts: list[dict[str, Any]] = []
         self._traveling: set[int] = set()
@@ -127,8 +139,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     @property
+    def global_rank(self) -> int:
+        """This rank in the whole world."""
+        return dist.get_global_rank(self.process_group, self.rank)
+
+    @property
     def state(self) -> "defaultdict[torch.Tensor, Any]":
-        """The local optimizer's: that of the parameters which this rank owns."""
+        """The local optimizer's state, of the parameters that this rank owns."""
         return self.optim.state
 
     @state.setter
@@ -137,7 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Spread more parameters over the ranks; every rank must do so at the same point."""
+        """Distribute more parameters over the ranks. Every rank must do so at the same point."""
         if self.initialized and self._overlap_with_ddp:
             raise UnavailableError(
                 "add_param_group was called, but with overlap_with_ddp=True owners are fixed with the hook:"
@@ -150,15 +167,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
         self._sync_param_groups(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._build_param_buckets()
-        self._all_state_dicts = []  # it lacks the new group
+        self._all_state_dicts = []  # outdated: without the new group
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
-        """Update this rank's parameters, and bring all ranks' to all; returns the closure's loss.
+        """Update this rank's parameters, send them to all ranks, and return the closure's loss.
 
-        What else is given goes to the local optimizer's `step`. With `overlap_with_ddp` it was all done
-        inside backward.
+        Other arguments are passed to the local optimizer's `step`. With `overlap_with_ddp` this does
+        nothing, because the step was taken inside backward.
         """
         if self._overlap_with_ddp:
             if "found_inf" in vars(self):
@@ -177,9 +194,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all ranks' state to the CPU of rank `to` of the group, for its next `state_dict()`.
+        """Gather all ranks' state on the CPU of rank `to` of the group, for its next `state_dict()`.
 
-        Every rank must call this. On the way other ranks hold 32 MB of it, or its largest tensor.
+        Every rank must call this. Other ranks hold at most 32 MB of it at a time, or its largest tensor.
         """
         if not is_whole(to) or not 0 <= to < self.world_size:
             raise OptionError(
@@ -195,8 +212,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as of the last `consolidate_state_dict`, in the form of `optimizer_class`."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        """Return the whole state of the last `consolidate_state_dict`, in the form of `optimizer_class`."""
+        for hook in state_hooks(self, "before saving"):
             hook(self)
         if not self._all_state_dicts:
             raise UnavailableError(
@@ -205,34 +222,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         state = whole_of(dict(enumerate(self._all_state_dicts)), self._assignment)
         whole = {"state": state, "param_groups": packed_groups(self.param_groups)}
-        for changing in self._optimizer_state_dict_post_hooks.values():
+        for changing in state_hooks(self, "after saving"):
             changed = changing(self, whole)
             whole = whole if changed is None else changed
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole state: of this class, of torch's or of the local optimizer's own.
+        """Load this rank's part of a whole state: of this class, of torch's or of a plain `optimizer_class`.
 
-        Every rank loads the same; a different number of ranks may have saved it.
+        Every rank loads the same state. It may have been saved by a different number of ranks.
         """
         whole = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in state_hooks(self, "before loading"):
             changed = hook(self, whole)
             whole = whole if changed is None else changed
         part = part_of(checked(whole, self.param_groups), self._assignment[self.rank])
         self.optim.load_state_dict(part)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        self._all_state_dicts = []  # of before
+        self._all_state_dicts = []  # outdated
         self._has_state = True
-        for done in self._optimizer_load_state_dict_post_hooks.values():
+        for done in state_hooks(self, "after loading"):
             done(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part alone: no communication, tensors and plain values.
+        """Return this rank's part of the state, without communication.
 
-        For `torch.save` to a file of each rank's own, or for torch.distributed.checkpoint, where keys of
-        different ranks do not collide.
+        Use it with `torch.save` and a file for each rank, or with torch.distributed.checkpoint, where the
+        keys of different ranks do not collide.
 
         Example::
 
@@ -243,28 +260,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return shard_of(self.optim.state_dict(), self.param_groups, self._assignment, self.rank)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take back what `sharded_state_dict` gave; with another number of ranks, from the list of all."""
+        """Load this rank's `sharded_state_dict`, or, on another number of ranks, the list of all of them."""
         self.load_state_dict(joined(state_dict, self._assignment[self.rank]))
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """For torch's `Join`: a rank without inputs goes on with its share of every step.
+        """Return torch's `Join` hook, by which a rank without inputs still takes its part of every step.
 
-        It steps with the gradients that it has: join DDP as well, or set them.
+        The rank steps with the gradients that it has, so join DDP as well, or set them.
         """
         return _ZeROJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where collectives of `Join` are."""
+        """The device of `Join`'s collectives."""
         return self._index_to_param[0].device
 
     @property
     def join_process_group(self) -> Any:
-        """Over which `Join` talks."""
+        """The process group of `Join`'s collectives."""
         return self.process_group
 
     def _assign(self, share_out: Callable[[list[list[int]], int], Assignment] = assign) -> None:
-        """Who owns what; a pure function of the groups, and the same for all as long as those are."""
+        """Assign parameters to owners: a pure function of the groups, so equal on all ranks if those are."""
         groups = self.param_groups
         self._index_to_param: list[torch.Tensor] = [each for group in groups for each in group["params"]]
         self._param_to_index = {each: index for index, each in enumerate(self._index_to_param)}
@@ -279,14 +296,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _make_local_optimizer(self) -> None:
         own = self._partition_parameters()[self.rank]
-        self.optim = local_optimizer(self._optimizer_class, own, self._options)
+        self.optim = self._make_optimizer(own)
         self.defaults = self.optim.defaults
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
 
     def _assign_for_overlap(self, shard_buckets: bool) -> None:
-        """Owners as the hook wants them, before there is any state."""
+        """Assign owners as the overlap hook needs them, unless there is state already."""
         self._overlap_info.shard_buckets = shard_buckets
-        if shard_buckets or self._has_state:  # the same on all ranks, whether or not they own some of it
+        if shard_buckets or self._has_state:  # equal on all ranks, even those that own no state
             return
         self._assign(in_runs)
         self._make_local_optimizer()
@@ -294,10 +311,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _partition_parameters(
         self, params_per_rank: list[list[torch.Tensor]] | None = None
     ) -> list[list[dict[str, Any]]]:
-        """Each rank's parameter groups."""
+        """Return each rank's parameter groups."""
         if params_per_rank is not None:
             raise UnavailableError(
-                "params_per_rank cannot be given: thinwire shares out parameters itself, balanced by size"
+                "params_per_rank cannot be given: thinwire assigns parameters to ranks, balanced by size"
             )
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         return [
@@ -321,12 +338,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's parameters only."""
         if gradients is not None:
             raise UnavailableError(
-                "gradients cannot be given: the local optimizer takes each parameter's .grad"
+                "gradients cannot be given: the local optimizer uses each parameter's .grad"
             )
         Join.notify_join_context(self)
         if self._trainable() != self._is_trainable_mask:
             logger.warning(
-                "other parameters are trainable than before: the new ones are sent as well from now on"
+                "the set of trainable parameters has changed: new ones are sent as well from now on"
             )
             self._build_param_buckets()
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
@@ -336,7 +353,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _sync_params(self) -> None:
-        """Bring every owner's parameters to all ranks."""
+        """Send every owner's parameters to all ranks."""
         if self.world_size > 1:
             sent = in_turn(self._buckets)
             run_abreast((share(batch, owner, self.rank) for owner, batch in sent), self.process_group)
@@ -345,7 +362,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _sync_param_groups(
         src_param_groups: list[dict[Any, Any]], dst_param_groups: list[dict[Any, Any]]
     ) -> None:
-        """Copy the groups' options."""
+        """Copy the options of parameter groups."""
         for source, destination in zip(src_param_groups, dst_param_groups, strict=True):
             destination.update(options_of(source))
 
@@ -353,10 +370,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [parameter.requires_grad for parameter in self._index_to_param]
 
     def _build_param_buckets(self) -> None:
-        """What is sent together, once the ranks have agreed that they have the same.
+        """Group the parameters that are sent together, after comparing them between ranks.
 
-        A parameter that was trainable once goes on being sent when it is frozen: an optimizer updates it as
-        long as it has a gradient, and whether it has is not known elsewhere.
+        A parameter that was trainable once is still sent when it is frozen. Its optimizer updates it as long
+        as it has a gradient, and other ranks do not know whether it has.
         """
         self._is_trainable_mask = self._trainable()
         traveling = self._traveling | {index for index, moves in enumerate(self._is_trainable_mask) if moves}

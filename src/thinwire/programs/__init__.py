@@ -1,1 +1,1 @@
-"""Programs: what happens to one bucket of gradients, start to finish."""
+"""Programs: generators that average one bucket of gradients by yielding collectives."""

@@ -1,4 +1,4 @@
-"""One all-reduce a bucket: the exact mean, or the mean of what a codec makes of it."""
+"""Programs of one all-reduce per bucket: exact, or through a codec."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,41 +7,57 @@ import torch
 
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
+from thinwire.engine.ops import AllReduce, Steps
 from thinwire.errors import OptionError
 from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written, preset
 from thinwire.programs.program import Bucket, Outcome, Program
-from thinwire.wire.ops import AllReduce, Steps
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The mean of all ranks' gradients in their own precision, as DDP without a hook computes it.
+@dataclass(frozen=True, repr=False)
+class Exact(Written):
+    """The mean of all ranks' gradients in their own dtype, as DDP computes it without a hook.
 
     Example::
 
         wire = thinwire.attach(ddp, thinwire.Exact())
     """
 
+    stateless: ClassVar[bool] = True
+    ignores_order: ClassVar[bool] = True
+
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Divide first: the sum cannot overflow sooner than the mean."""
+        """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
         error = torch.zeros_like(bucket.buffer) if bucket.track_error else None
         mean = yield AllReduce(bucket.buffer.mul_(1 / bucket.world_size))
         return Outcome(mean, error)
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """The mean of encoded gradients, for codecs whose encodings add up.
+@dataclass(frozen=True, repr=False)
+class Reduced(Written):
+    """The mean of encoded gradients, for codecs whose encodings can be summed.
 
-    mean = decode(sum over ranks of encode(gradient / W))
+        mean = decode(sum over ranks of encode(gradient / W))
 
-    Dividing before encoding matters: in fp16 70000 alone is infinite, but 70000 and 0 average to 35000.
-    Each term is at most max|gradient| / W, so but for rounding no partial sum overflows before the mean can.
+    Gradients are divided before they are encoded. In fp16 70000 is infinite, but the mean of 70000 and 0 is
+    35000. Each term is at most max|gradient| / W, so no partial sum overflows before the mean can, except by
+    rounding.
+
+    Args:
+        codec: A codec with `additive` set, such as `Cast` or `RandomEntries`.
+
+    Raises:
+        OptionError: `codec` is not a codec, or its encodings cannot be summed.
+
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.Reduced(thinwire.Cast(torch.bfloat16)))
     """
 
     codec: Codec
 
     spares_vectors: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)
@@ -52,7 +68,7 @@ class Reduced:
             )
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Encode, all-reduce, decode into the bucket's own buffer."""
+        """Encode, all-reduce, and decode to the bucket's own buffer."""
         codec = reseeded(self.codec, bucket.step, bucket.names[0])
         buffer, error = bucket.buffer.mul_(1 / bucket.world_size), None
         encoded = codec.encode(buffer)
@@ -65,8 +81,12 @@ class Reduced:
         return Outcome(codec.decode(encoded, into=buffer), error)
 
 
+@preset
 def FP16() -> Program:  # noqa: N802 - reads as the program it makes
-    """Gradients travel as float16: half of fp32's bytes, 11 significant bits, overflow above 65504.
+    """Send gradients as float16: half of fp32's bytes, 11 significant bits, overflow above 65504.
+
+    Returns:
+        `Reduced(Cast(torch.float16))`.
 
     Example::
 
@@ -75,10 +95,14 @@ def FP16() -> Program:  # noqa: N802 - reads as the program it makes
     return Reduced(Cast(torch.float16))
 
 
+@preset
 def BF16() -> Program:  # noqa: N802 - reads as the program it makes
-    """Gradients travel as bfloat16: half of fp32's bytes, 8 significant bits, fp32's range.
+    """Send gradients as bfloat16: half of fp32's bytes, 8 significant bits, fp32's range.
 
-    The first thing to try: it cannot overflow where fp32 does not, and needs no tuning.
+    Try this first. It does not overflow where fp32 does not, and has no options to tune.
+
+    Returns:
+        `Reduced(Cast(torch.bfloat16))`.
 
     Example::
 

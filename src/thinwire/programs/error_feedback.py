@@ -1,5 +1,6 @@
-"""What compression missed is added to the next step's gradient."""
+"""Error feedback: the residual of compression is added to the next step's gradient."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -7,34 +8,40 @@ from typing import ClassVar
 
 import torch
 
+from thinwire.codecs.codec import numbers_of
+from thinwire.engine.ops import Collective, Steps
+from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
+from thinwire.programs.finite import finite
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.overflow import is_finite, overflow
-from thinwire.programs.program import Bucket, Outcome, Program, describe, require_program
-from thinwire.wire.ops import Steps
-from thinwire.wire.pack import unpack
+from thinwire.programs.naming import Written, short
+from thinwire.programs.program import Bucket, Outcome, Program, Residuals, carries_exact, require_program
 
 
-@dataclass(frozen=True)
-class ErrorFeedback:
-    """Runs `program` on gradient + residual, and keeps as the residual what it did not get across.
+@dataclass(frozen=True, repr=False)
+class ErrorFeedback(Written):
+    """A program that runs `program` on gradient + residual, and keeps its error as the new residual.
 
-        mean = program(gradient + residual)
-        residual = gradient + residual - what this rank got across
+        mean, error = program(gradient + residual)
+        residual = error
 
-    Nothing is ever lost, only delayed: what has been applied plus the mean of all ranks' residuals is at any
-    time the sum of all mean gradients. It costs one float32 copy of the gradients. If the mean is not finite,
-    the residual stays as it was; so does that of parameters that no rank used in a step, to which DDP gives
-    no gradient under `find_unused_parameters`.
+    With `keep=1` nothing is lost, only delayed. At any time the sum of the applied means plus the mean of all
+    ranks' residuals equals the sum of all exact means. The residual costs one float32 copy of the gradients,
+    and a second one during backward, for rolling back the step.
+
+    A step with a non-finite mean leaves residuals unchanged. So does a step for parameters that no rank used,
+    which get no gradient from DDP under `find_unused_parameters`.
+
+    See Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, https://arxiv.org/abs/1809.07599.
 
     Args:
-        program: What to run; it must say what it did not get across, as `TwoShot`, `Gathered` and `Reduced`
-            do for any codec.
-        keep: The share of the residual that is added. Below 1 old errors are forgotten little by little, so
-            something is lost; but where compression is so coarse that the residual outgrows the gradient, it
-            brings stale directions, and less of it can train faster. See `Sign`.
+        program: Program that reports its error, as `TwoShot`, `Gathered` and `Reduced` do with any codec.
+        keep: Share of the residual that is added to the gradient, above 0 and at most 1. Below 1 the rest of
+            the residual is lost. This can still train faster where compression is so coarse that the residual
+            outgrows the gradient and holds stale directions. See `Sign`.
 
-    Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, https://arxiv.org/abs/1809.07599.
+    Raises:
+        OptionError: `program` is not a program or reports no error, or `keep` is out of range.
 
     Example::
 
@@ -50,41 +57,91 @@ class ErrorFeedback:
         require_program(self.program)
         if not getattr(self.program, "tracks_error", True):
             raise OptionError(
-                f"program={self.program!r} makes up for its errors itself, or cannot tell them: feed back"
-                " what a codec misses, as in AcrossNodes(ErrorFeedback(TwoShot(codec)))"
+                f"program={self.program!r} feeds back its own error already, or does not report it: wrap the"
+                " program that has the codec, as in AcrossNodes(ErrorFeedback(TwoShot(codec)))"
             )
         if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
             raise OptionError(
-                f"keep={self.keep!r} must be above 0 and at most 1: the share of the error that is fed back"
+                f"keep={self.keep!r} must be above 0 and at most 1: the share of the residual to feed back"
             )
 
+    @property
+    def carries_exact(self) -> bool:
+        """Whether the program averages some parameters exactly beside others. They have no residual."""
+        return carries_exact(self.program)
+
+    def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
+        """Return the collectives of a bucket as the program outlines them, or None where it does not."""
+        tells = getattr(self.program, "outline", None)
+        wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
+        return None if tells is None else tells(replace(bucket, buffer=wide))
+
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """As the program goes."""
-        # At least float32: a residual that is rounded to bf16 loses what it is there to keep.
+        """Run the program on gradient + residual, and keep its error as the new residual."""
+        if getattr(self.program, "folds_residuals", False):
+            return (yield from self._folded(bucket, memory))
+        # At least float32: rounding a residual to bf16 would lose the small errors that it accumulates.
         corrected = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        for name, gradient in zip(bucket.names, unpack(corrected, bucket.shapes), strict=True):
-            residual = memory.read(name, RESIDUAL, partial(torch.zeros_like, gradient))
-            gradient.add_(residual.to(gradient.dtype), alpha=self.keep)  # another program may have left it
+        for name, gradient in _lossy(bucket, corrected):
+            gradient.add_(_kept(memory, name, gradient), alpha=self.keep)
         outcome = yield from self.program(replace(bucket, buffer=corrected, track_error=True), memory)
         if outcome.error is None:
             raise ProgramError(
-                f"{describe(self.program)} does not say what it failed to send, so its error cannot be fed"
-                " back: return Outcome(mean, error) where bucket.track_error is set"
+                f"{short(self.program)} returned no error to feed back: return Outcome(mean, error) where"
+                " bucket.track_error is set"
             )
-        if not is_finite(outcome):
-            return overflow(bucket)
-        mean, error = _rounded(outcome.mean, outcome.error, bucket.buffer.dtype)
-        for name, missed in zip(bucket.names, unpack(error, bucket.shapes), strict=True):
+        flag = _flag(outcome)
+        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype)
+        error = outcome.error if lost is None else outcome.error.add_(lost)
+        for name, missed in _lossy(bucket, error):
             memory.put(name, RESIDUAL, missed)
-        return Outcome(mean, finite=True)
+        return Outcome(mean, finite=flag)
+
+    def _folded(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Let the program add the residuals and write the new ones, in its own passes over the numbers."""
+        exact = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
+        old: dict[str, torch.Tensor] = {}
+        new: dict[str, torch.Tensor] = {}
+        for name, gradient in _lossy(bucket, exact):
+            old[name] = numbers_of(_kept(memory, name, gradient))
+            new[name] = numbers_of(memory.room(name, RESIDUAL, gradient))
+        residuals = Residuals(
+            tuple(old.get(name) for name in bucket.names),
+            tuple(new.get(name) for name in bucket.names),
+            self.keep,
+        )
+        given = replace(bucket, buffer=exact, track_error=True, residuals=residuals)
+        outcome = yield from self.program(given, memory)
+        flag = _flag(outcome)
+        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype)
+        if lost is not None:
+            for name, missed in _lossy(bucket, lost):
+                new[name].add_(numbers_of(missed))
+        return Outcome(mean, finite=flag)
 
 
-def _rounded(
-    mean: torch.Tensor, error: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean in the gradients' dtype; what that rounds off, and what exceeds its range, is fed back too."""
+def _flag(outcome: Outcome) -> torch.Tensor:
+    """Return whether the mean is finite, before rounding, which clamps infinity to the dtype's range."""
+    return finite(outcome.mean) if outcome.finite is None else outcome.finite
+
+
+def _lossy(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names of the compressed parameters, and their views of a buffer like the bucket's."""
+    for name, view in zip(bucket.names, unpack(buffer, bucket.shapes), strict=True):
+        if name not in bucket.exact:
+            yield name, view
+
+
+def _kept(memory: Memory, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's residual. Another program may have left one of another dtype."""
+    residual = memory.read(name, RESIDUAL, partial(torch.zeros_like, gradient))
+    return residual.to(gradient.dtype)
+
+
+def _rounded(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the mean clamped and rounded to `dtype`, and what that removed, or None where it is nothing."""
     if mean.dtype == dtype:
-        return mean, error
+        return mean, None
     limits = torch.finfo(dtype)
     rounded = mean.clamp(limits.min, limits.max).to(dtype)
-    return rounded, error.add_(mean.sub_(rounded))
+    return rounded, mean.sub_(rounded)

@@ -1,23 +1,32 @@
-"""Every rank receives every rank's encoding: for encodings so small that this costs little."""
+"""A program that all-gathers encodings, for codecs whose encodings are small."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
+from thinwire.codecs.codec import Codec, numbers_of, require_codec
+from thinwire.engine.ops import AllGather, Collective, Steps
+from thinwire.engine.pack import Layout
+from thinwire.programs.coding import own_codecs
 from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome
-from thinwire.wire.ops import AllGather, Steps
-from thinwire.wire.pack import Layout
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The mean of all ranks' encodings, each encoded once; a rank sends W-1 encoded copies.
+@dataclass(frozen=True, repr=False)
+class Gathered(Written):
+    """The mean of all ranks' gradients, each encoded once. A rank sends W-1 encoded copies.
 
-    For sparse codecs: where ranks chose the same place, their numbers add up. One encoding is more accurate
-    than `TwoShot`'s two, but bytes grow with the number of ranks.
+    It suits sparse codecs, because ranks may keep numbers at different positions. Encoding once is more
+    accurate than `TwoShot`, which encodes twice, but the bytes grow with the number of ranks.
+
+    Args:
+        codec: Any codec.
+
+    Raises:
+        OptionError: `codec` is not a codec.
 
     Example::
 
@@ -31,8 +40,13 @@ class Gathered:
     def __post_init__(self) -> None:
         require_codec(self.codec)
 
+    def outline(self, bucket: Bucket) -> Iterator[Collective]:
+        """Yield the collective of a bucket without decoding anything, for planning with many ranks."""
+        encoded = own_codecs(self.codec, bucket)[bucket.rank].encode(numbers_of(bucket.buffer))
+        yield AllGather(Layout.of(encoded).rows(1)[0])
+
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Encode, all-gather, sum up."""
+        """Encode, all-gather, and sum the decoded gradients."""
         codecs, numbers = own_codecs(self.codec, bucket), numbers_of(bucket.buffer)
         encoded = codecs[bucket.rank].encode(numbers)
         layout = Layout.of(encoded)
@@ -46,10 +60,3 @@ class Gathered:
             return Outcome(mean)
         codecs[bucket.rank].add(encoded, numbers, -1)
         return Outcome(mean, error=bucket.buffer)
-
-
-def own_codecs(codec: Codec, bucket: Bucket) -> list[Codec]:
-    """The codec as each rank has it in this step: with a seed of its own, which the others know as well."""
-    if not hasattr(codec, "seed"):
-        return [codec] * bucket.world_size
-    return [reseeded(codec, bucket.step, bucket.names[0], rank) for rank in range(bucket.world_size)]

@@ -1,27 +1,30 @@
-"""What programs keep between steps: tensors, by parameter name and slot.
+"""The memory of programs: tensors kept between steps, by parameter name and slot.
 
-A step's changes hold together or not at all: where a gradient is infinite or NaN on some rank, the step did
-not happen, and nothing of it is remembered.
+A step's changes are committed together or not at all. If a mean is non-finite, the step is rolled back and
+memories stay as before it.
 """
 
 from collections.abc import Callable, Collection, Mapping
 
 import torch
 
+from thinwire.amp.loss_scale import Units
 from thinwire.errors import StateError
 
 RESIDUAL = "residual"
-"""The slot of what compression has not sent yet, of whatever program."""
-MODELS = "models"
-"""The scope of what programs remember of models that they average, beside what they do of gradients."""
-MODELS_RESIDUAL = f"{MODELS}: {RESIDUAL}"
+"""The slot of the residual, for all programs."""
+MODEL_SCOPE = "models"
+"""The scope of slots that belong to averaged models rather than to gradients."""
+MODEL_RESIDUAL = f"{MODEL_SCOPE}: {RESIDUAL}"
 
 Place = tuple[str, str]
-"""A parameter's name and a slot, with its scope."""
+"""A parameter's name, and a slot with its scope."""
 
 
 class Memory:
-    """All that programs keep between steps.
+    """Tensors that programs keep between steps, by parameter name and slot.
+
+    Slots belong to parameter names, so that they survive when DDP rebuilds its buckets.
 
     >>> memory = Memory()
     >>> memory.slot("fc.weight", "residual", lambda: torch.zeros(2)).add_(1)
@@ -31,21 +34,41 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.scale: float | None = None
-        """The GradScaler's scale that residuals are in; None where there is none."""
+        self._scale: torch.Tensor | None = None
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
         self._scope = ""
-        self._spare: dict[Place, torch.Tensor] = {}
         self._loaded = False
 
+    @property
+    def scale(self) -> float | None:
+        """GradScaler's scale of the residuals, or None without a scaler. The host waits for the value."""
+        return None if self._scale is None else float(self._scale.item())
+
+    @scale.setter
+    def scale(self, scale: float | None) -> None:
+        self._scale = None if scale is None else torch.tensor(scale, dtype=torch.float32, device="cpu")
+
     def staged(self) -> "Staged":
-        """This memory for one step, which may turn out not to count."""
-        view = Staged(self, self._spare)
+        """Return a view of this memory for one step.
+
+        Returns:
+            A memory whose changes are held back until its `commit`, and dropped by its `forget`.
+        """
+        view = Staged(self)
         view._scope = self._scope
         return view
 
     def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor kept for a parameter under `key`, made by `make` the first time; change it in place."""
+        """Return a parameter's tensor, to be changed in place.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor, such as "residual".
+            make: Makes the tensor where the slot is empty.
+
+        Returns:
+            The tensor that is kept for the next step.
+        """
         place = (name, self._scope + key)
         kept = self.find(place)
         if kept is None:
@@ -54,97 +77,200 @@ class Memory:
         return kept
 
     def read(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """As `slot`, but not to be changed: spares the copy that `slot` makes to be able to forget a step."""
+        """Return a parameter's tensor, to be read only.
+
+        It avoids the copy that `slot` makes for rolling back a step.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+            make: Makes the tensor where the slot is empty.
+
+        Returns:
+            The tensor as the previous step left it. Do not change it.
+        """
         return self.slot(name, key, make)
 
     def room(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Room for what is kept under `key` from now on, shaped as `like`: fill all of it.
+        """Return an uninitialised tensor for a slot's new value.
 
-        What was kept there may be gone: read that before.
+        Read the old value before this call, which may reuse its memory.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+            like: Tensor of the shape, dtype and device of the new value.
+
+        Returns:
+            A contiguous tensor that is kept for the next step. Overwrite all of it.
         """
         place = (name, self._scope + key)
         kept = self.find(place)
         if kept is None or not _alike(kept, like):
-            kept = torch.empty_like(like, memory_format=torch.contiguous_format)
+            kept = _new(like)
             self.keep(place, kept)
         return kept
 
     def put(self, name: str, key: str, value: torch.Tensor) -> None:
-        """Keep a copy of `value` under `key` from now on."""
+        """Keep a copy of a tensor for the next step.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+            value: New value of the slot. It may have another shape or dtype than the old one.
+        """
         self.room(name, key, value).copy_(value)
 
     def scoped(self, scope: str) -> "Memory":
-        """The same memory for a program that sees something else than whole parameters: slots of its own."""
+        """Return a view of this memory with slots of its own.
+
+        It is for programs that run on something other than whole gradients, such as slices of parameters.
+
+        Args:
+            scope: Prefix of the slots' names.
+
+        Returns:
+            A memory that shares this one's storage.
+        """
         view = Memory()
         view._slots, view._scope = self._slots, f"{self._scope}{scope}: "
         return view
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """What is kept at a place, if anything."""
+        """Return the tensor at a place, or None.
+
+        Args:
+            place: Name of the parameter, and slot with its full scope.
+        """
         name, key = place
         return self._slots.get(name, {}).get(key)
 
     def keep(self, place: Place, tensor: torch.Tensor) -> None:
-        """Keep this very tensor at a place."""
+        """Keep a tensor at a place, without a copy.
+
+        Args:
+            place: Name of the parameter, and slot with its full scope.
+            tensor: Tensor to keep.
+        """
         name, key = place
         self._slots.setdefault(name, {})[key] = tensor
 
     def residuals(self) -> list[torch.Tensor]:
-        """What is still owed of gradients, in whatever scope."""
+        """Return the residuals of all parameters within this memory's scope."""
         return [tensor for name in self._slots for tensor in self.residuals_of(name)]
 
     def residuals_of(self, name: str) -> list[torch.Tensor]:
-        """What is still owed of one parameter, within this memory's scope."""
-        slots = self._slots.get(name, {})
-        return [tensor for key, tensor in slots.items() if self._owes(key)]
+        """Return the residuals of one parameter within this memory's scope.
 
-    def _owes(self, key: str) -> bool:
-        of_models = key.startswith(f"{MODELS}: ")
+        The memory without a scope leaves out residuals of averaged models, which are not in units of
+        gradients.
+
+        Args:
+            name: Name of the parameter.
+        """
+        slots = self._slots.get(name, {})
+        return [tensor for key, tensor in slots.items() if self._holds_residual(key)]
+
+    def _holds_residual(self, key: str) -> bool:
+        of_models = key.startswith(f"{MODEL_SCOPE}: ")
         return is_residual(key) and key.startswith(self._scope) and (bool(self._scope) or not of_models)
 
-    def rescale(self, scale: float | None) -> None:
-        """Residuals in the units of gradients to come: a GradScaler's scale has changed, or is new.
+    def rescale(self, scale: torch.Tensor | None) -> None:
+        """Multiply residuals so that they match a new scale of GradScaler.
 
-        None leaves them as they are, unless they were loaded: then it is a run without a scaler that goes on
-        from one with.
+        It runs inside backward, so both scales stay tensors. An equal scale multiplies by 1, because a
+        comparison would make the host wait.
+
+        Args:
+            scale: Scale of the gradients to come, or None without a scaler. None changes only residuals that
+                were loaded, because a run without a scaler may resume one that had a scaler.
         """
         loaded, self._loaded = self._loaded, False
         if scale is None and not loaded:
             return
-        if self.scale is not None and scale != self.scale:
+        if self._scale is not None:
+            old = self._scale if scale is None else self._scale.to(scale.device, non_blocking=True)
+            ratio = old.reciprocal() if scale is None else scale / old
             for residual in self.residuals():
-                residual.mul_((scale or 1.0) / self.scale)
-        self.scale = scale
+                residual.mul_(ratio.to(residual.device, non_blocking=True))
+        self._scale = scale
+
+    def convert(self, units: Units) -> None:
+        """Rescale residuals to the units of the gradients to come.
+
+        Args:
+            units: Scales to apply one after another, and whether the scale known so far was another scaler's.
+        """
+        if units.relabelled:
+            self._scale = None
+        for scale in units.scales:
+            self.rescale(scale)
 
     def take_over(self, other: "Memory") -> None:
-        """Hold what `other` holds, for all views of this memory too."""
+        """Replace all tensors by those of another memory, also for views of this one.
+
+        Args:
+            other: Memory to take the tensors from, such as one that was just loaded.
+        """
         self._slots.clear()
         self._slots.update(other._slots)
-        self.scale, self._loaded = other.scale, True
+        self._scale, self._loaded = other._scale, True
+
+    def shared(self) -> "Memory":
+        """Return a memory with the same tensors, but without residuals.
+
+        What programs keep besides residuals is equal on all ranks, such as the factors of PowerSGD.
+        """
+        rest = Memory()
+        for name, slots in self._slots.items():
+            for key, tensor in slots.items():
+                if not is_residual(key):
+                    rest.keep((name, key), tensor)
+        return rest
+
+    def take_shared(self, other: "Memory") -> None:
+        """Replace all tensors but the residuals by those of another memory.
+
+        Args:
+            other: What `shared` returned, here or on another rank.
+        """
+        for slots in self._slots.values():
+            for key in [key for key in slots if not is_residual(key)]:
+                del slots[key]
+        for name, slots in other.shared()._slots.items():
+            self._slots.setdefault(name, {}).update(slots)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of everything kept, by parameter name, then slot."""
+        """Return copies of all tensors, by parameter name and then by slot."""
         return {
             name: {key: tensor.detach().clone() for key, tensor in slots.items()}
             for name, slots in self._slots.items()
         }
 
     def load_state_dict(self, state: object, shapes: Mapping[str, torch.Size]) -> None:
-        """Replace everything kept; on a state that does not fit parameters of these shapes, raise first."""
+        """Replace all tensors by copies of a saved state.
+
+        Args:
+            state: What `state_dict` returned.
+            shapes: Shapes of the model's parameters by name.
+
+        Raises:
+            StateError: The state does not fit these parameters. The memory is unchanged then.
+        """
         if not isinstance(state, dict):
-            raise StateError(f"memory is a {type(state).__name__}: it must be a dict by parameter name")
+            raise StateError(f"memory is a {type(state).__name__}: it must be a dict keyed by parameter name")
         unknown = [str(name) for name in state if name not in shapes]
         if unknown:
             raise StateError(
-                f"the state has parameters that this model has not: {', '.join(unknown[:5])}; it was"
+                f"the state has parameters that this model does not have: {', '.join(unknown[:5])}; it was"
                 " saved from another model, or parameters were renamed"
             )
         loaded: dict[str, dict[str, torch.Tensor]] = {}
         for name, slots in state.items():
             tensors = slots.values() if isinstance(slots, dict) else [None]
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-                raise StateError(f"the state of {name} must be a dict of tensors by slot")
-            for residual in (slots[key] for key in (RESIDUAL, MODELS_RESIDUAL) if key in slots):
+                raise StateError(f"the state of {name} must be a dict of tensors keyed by slot")
+            for residual in (slots[key] for key in (RESIDUAL, MODEL_RESIDUAL) if key in slots):
                 if residual.shape not in (shapes[name], (*shapes[name], 2)):
                     raise StateError(
                         f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
@@ -155,84 +281,85 @@ class Memory:
 
 
 class Staged(Memory):
-    """A memory as one step sees it: what the step changes is set aside until `commit`, or forgotten.
+    """A view of a memory for one step, whose changes are held back until `commit`.
 
-    Programs that use `slot` work on copies. Those that `read` and `put` pay nothing for it in time; what they
-    replace is kept for the next step to write to, so a slot takes its memory twice.
+    `slot` returns copies. `read` and `put` copy nothing extra. From a slot's change to the step's end there
+    are two tensors, the kept one for rolling back. Between steps there is one.
     """
 
-    def __init__(self, base: Memory, spare: dict[Place, torch.Tensor]) -> None:
+    def __init__(self, base: Memory) -> None:
         super().__init__()
         self._base = base
-        self._spare = spare
         self._changed: dict[Place, torch.Tensor] = {}
 
     def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A copy of the tensor kept, for this step to change."""
+        """Return a copy of the kept tensor, for this step to change."""
         place = (name, self._scope + key)
         if place not in self._changed:
             kept = self._base.find(place)
-            self._changed[place] = make() if kept is None else self._free(place, kept).copy_(kept)
+            self._changed[place] = make() if kept is None else _new(kept).copy_(kept)
         return self._changed[place]
 
     def read(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor kept itself."""
+        """Return the kept tensor itself, to be read only."""
         kept = self.find((name, self._scope + key))
         return self.slot(name, key, make) if kept is None else kept
 
     def room(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Room beside what is kept."""
+        """Return an uninitialised tensor for the slot's new value. The kept tensor stays as it is."""
         place = (name, self._scope + key)
         changed = self._changed.get(place)
         if changed is None or not _alike(changed, like):
-            changed = self._changed[place] = self._free(place, like)
+            changed = self._changed[place] = _new(like)
         return changed
 
     def scoped(self, scope: str) -> "Memory":
-        """As `Memory.scoped`."""
-        view = Staged(self._base, self._spare)
+        """Return a view of this step's memory with slots of its own."""
+        view = Staged(self._base)
         view._changed, view._scope = self._changed, f"{self._scope}{scope}: "
         return view
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """As this step sees it."""
+        """Return the tensor at a place as this step sees it, or None."""
         changed = self._changed.get(place)
         return self._base.find(place) if changed is None else changed
 
+    def keep(self, place: Place, tensor: torch.Tensor) -> None:
+        """Change a tensor in this step, without a copy. A view of this view commits by it."""
+        self._changed[place] = tensor
+
     def residuals_of(self, name: str) -> list[torch.Tensor]:
-        """As this step leaves them."""
+        """Return the residuals of one parameter as this step leaves them."""
         changed = {key: tensor for (own, key), tensor in self._changed.items() if own == name}
         kept = {key: tensor for key, tensor in self._base._slots.get(name, {}).items() if key not in changed}
-        return [tensor for key, tensor in {**kept, **changed}.items() if self._owes(key)]
+        return [tensor for key, tensor in {**kept, **changed}.items() if self._holds_residual(key)]
 
     def commit(self, but_of: Collection[str] = ()) -> None:
-        """Let the changes hold, but for those of some parameters."""
+        """Write the step's changes to the memory.
+
+        Args:
+            but_of: Names of parameters whose changes are dropped.
+        """
         for place, tensor in self._changed.items():
-            if place[0] in but_of:
-                self._spare[place] = tensor
-                continue
-            replaced = self._base.find(place)
-            if replaced is not None:
-                self._spare[place] = replaced
-            self._base.keep(place, tensor)
+            if place[0] not in but_of:
+                self._base.keep(place, tensor)
         self._changed.clear()
 
     def forget(self) -> None:
-        """As if the step had not been."""
-        self._spare.update(self._changed)
+        """Drop the step's changes."""
         self._changed.clear()
-
-    def _free(self, place: Place, like: torch.Tensor) -> torch.Tensor:
-        spare = self._spare.pop(place, None)
-        if spare is not None and _alike(spare, like):
-            return spare
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def is_residual(slot: str) -> bool:
-    """Whether a slot, with its scope, holds what compression has not sent yet."""
+    """Return whether a slot, with its scope, holds a residual."""
     return slot.rpartition(": ")[2] == RESIDUAL
 
 
+def _new(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    """Return whether a tensor can hold a new value: it must be contiguous, and else like `other`."""
+    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return same and one.is_contiguous()

@@ -1,4 +1,4 @@
-"""Different programs for different parameters."""
+"""A program that runs different programs for different parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,28 +6,31 @@ from typing import ClassVar
 
 import torch
 
+from thinwire.engine.ops import Steps
+from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, require_program
 from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
-from thinwire.wire.ops import Steps
-from thinwire.wire.pack import pack, unpack
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Gives every parameter to the program of the first rule that fits it, within one program.
+@dataclass(frozen=True, repr=False)
+class Partition(Written):
+    """A program that averages each parameter by the program of the first rule that fits it.
 
-    `attach(ddp, program, rules=...)` does the same from outside, and lets the parts travel side by side; this
-    is for use within other programs, such as `AcrossNodes`.
+    Use it within other programs, such as `AcrossNodes`. Elsewhere prefer `attach(ddp, program, rules=...)`,
+    which keeps collectives of several programs in flight at once. Each program receives its parameters of a
+    bucket as a bucket of their own.
 
     Args:
-        rules: Pairs of a pattern and a program. In patterns `*` stands for anything and `?` for one
-            character: "*.bias", "embed.*". Or a `Size` in the place of the pattern.
-        default: The program of parameters that no pattern fits.
+        rules: Pairs of a pattern, or a `Size`, and a program. In a pattern `*` matches anything and `?` one
+            character, as in "*.bias" and "embed.*".
+        default: Program of parameters that no rule fits.
 
-    Each program sees its parameters of a bucket as a bucket of their own. `attach` refuses patterns that fit
-    no parameter of the model, or that earlier ones leave nothing to.
+    Raises:
+        OptionError: `rules` are not such pairs, or `default` is not a program. `attach` raises it where a
+            rule fits no parameter of the model, or only parameters that earlier rules fit.
 
     Example::
 
@@ -45,11 +48,19 @@ class Partition:
         require_program(self.default, "default")
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-        """Refuse rules that no parameter follows: most likely a name is misspelt."""
+        """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.
+
+        Args:
+            shapes: Shapes of the parameters by name.
+            world_size: Number of ranks. Unused.
+
+        Raises:
+            OptionError: A rule fits no parameter, or only parameters that earlier rules fit.
+        """
         check_used(self.rules, shapes)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """One program after another, each on its own parameters of the bucket."""
+        """Run one program after another, each on its own parameters of the bucket."""
         members: dict[int, list[int]] = {}
         for place, (name, shape) in enumerate(zip(bucket.names, bucket.shapes, strict=True)):
             members.setdefault(rule_of(self.rules, name, shape), []).append(place)

@@ -7,7 +7,10 @@ For each gradient matrix M (n x m), with Q (m x r) left from the step before:
     Q = mean over ranks of M^T P      second all-reduce, m r numbers
     gradient = P Q^T
 
-What the product misses, M - P Q^T, is added to the next step's gradient (error feedback).
+The residual M - P Q^T is added to the next step's gradient (error feedback). The first steps, in which
+gradients change fastest and Q is not yet a good basis, send 4-bit integers instead, and let Q follow the mean
+gradient, which costs no bytes. All ranks compute the same bits
+of P Q^T, also on unlike hosts and with or without native code. See `reproducible.py`.
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
 https://arxiv.org/abs/1905.13727.
@@ -15,49 +18,64 @@ https://arxiv.org/abs/1905.13727.
 
 import math
 import zlib
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal
 
 import torch
 
+from thinwire.codecs.checks import check_whole
+from thinwire.codecs.quantize import Quantize
+from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
+from thinwire.programs.error_feedback import ErrorFeedback
+from thinwire.programs.lowrank import Part, Parts, by_shape, orthonormal, refined, times, transposed_times
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.overflow import all_finite, overflow
+from thinwire.programs.naming import ADDED_LATER, Written
 from thinwire.programs.program import Bucket, Outcome
-from thinwire.wire.ops import AllReduce, Steps
-from thinwire.wire.pack import pack, unpack
+from thinwire.programs.reproducible import bases_of
+from thinwire.programs.twoshot import TwoShot
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WARMUP = 8
+"""Steps of the default warm-up (docs/benchmarks.md)."""
+_START = TwoShot(Quantize(bits=4, block=64))
+"""The exchange of the warm-up, a seventh of the exact bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PowerSGD:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PowerSGD(Written):
     """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
 
     Tuning. Start with `PowerSGD(rank=4, factor_dtype="bf16")`. If the loss falls behind plain DDP's, first
-    let training begin with exact gradients, `Warmup(PowerSGD(...), steps=...)` with about a tenth of all
-    steps, the time in which gradients change fastest; then double the rank until it does not help any more.
-    Leave `warm_start` and `error_feedback` on: without them the same rank is far less accurate. If a step is
-    bound by computing rather than by the link (`thinwire bench` says), compression cannot help.
+    raise `warmup` to about a tenth of all steps, in which gradients change fastest. Then double the rank
+    until it does not help any more. Leave `warm_start` and `error_feedback` on, because the same rank is far
+    less accurate without them. If `thinwire bench` shows that a step is bound by computing rather than by the
+    link, compression cannot help.
 
     Args:
-        rank: Columns kept of each matrix; bytes and work grow with it. 1 to 4 for most models, up to 32 for
+        rank: Columns kept of each matrix. Bytes and work grow with it. 1 to 4 for most models, up to 32 for
             large language models.
-        min_compression: A matrix that would shrink by less than this factor travels as it is, together with
-            biases and other vectors.
+        min_compression: A matrix that would shrink by less than this factor is sent uncompressed, together
+            with biases and other vectors.
         warm_start: Begin each step's iteration with the last step's Q, which makes one iteration enough.
-        error_feedback: Add what was not sent to the next step's gradient. Costs one copy of the gradients.
-        residual: "mean" keeps what this rank's gradient differs from the averaged result; "sent" what it
-            differs from this rank's own contribution to it. The average over ranks, and with it training, is
-            the same but for rounding: "mean" also makes up for the rounding of the sum, "sent" stays small.
-        factor_dtype: "bf16" halves the bytes of all that travels; with error feedback the rounding is made
-            up for as well. "fp16" rounds less, but where a factor exceeds 65504 the bucket's gradient is NaN,
-            as after any overflow. None: as the gradients are.
-        flatten: Take the whole bucket for one square matrix: fewer, larger operations, but it destroys the
+        error_feedback: Add the residual to the next step's gradient. Costs one copy of the gradients.
+        residual: "mean" keeps the difference of this rank's gradient to the averaged result, "sent" that to
+            this rank's own contribution. The average over ranks, and with it training, is the same except for
+            rounding. "mean" also compensates the rounding of the sum, and "sent" stays small.
+        factor_dtype: "bf16" halves all bytes, and error feedback compensates its rounding. "fp16" rounds
+            less, but where a factor exceeds 65504 the bucket's gradient is NaN, as after any overflow. None
+            is the dtype of the gradients.
+        flatten: Treat the whole bucket as one square matrix: fewer, larger operations, but it destroys the
             structure that makes gradients low-rank. Only worth a try with rank=1.
-        seed: Of the first Q.
+        seed: Seed of the first Q.
+        warmup: Steps at the start of training that send 4-bit integers, a seventh of the exact bytes. 0 sends
+            low-rank gradients from the first step. By default 8. A wire that swaps to PowerSGD after so many
+            steps has no warm-up.
+
+    Raises:
+        OptionError: An option has the wrong type or is out of range.
 
     Example::
 
@@ -70,10 +88,11 @@ class PowerSGD:
     min_compression: float = 2.0
     warm_start: bool = True
     error_feedback: bool = True
-    residual: str = "mean"
-    factor_dtype: str | None = None
+    residual: Literal["mean", "sent"] = "mean"
+    factor_dtype: Literal["bf16", "fp16"] | None = None
     flatten: bool = False
     seed: int = 0
+    warmup: int | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:
@@ -88,22 +107,26 @@ class PowerSGD:
             raise OptionError(
                 f"factor_dtype={self.factor_dtype!r} must be None, {' or '.join(map(repr, _DTYPES))}"
             )
+        if self.warmup is not None:
+            check_whole("warmup", self.warmup, 0, "steps at the start that send 4-bit integers")
+
+    @property
+    def start_steps(self) -> int:
+        """The steps of the warm-up, given or by default."""
+        return _WARMUP if self.warmup is None else self.warmup
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Two all-reduces: P together with all that is not compressed, then Q."""
-        parts = self._parts(bucket, memory)
-        groups, with_rest = _by_shape(parts), [part for part in parts if part.rest.numel()]
+        """All-reduce P together with all that is not compressed, then Q. In the warm-up, send 4 bits."""
+        if bucket.step < self.start_steps:
+            return (yield from self._start(bucket, memory))
+        parts = self._parts(bucket, memory if self.error_feedback else None)
+        groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
         starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
         first = [times(group, qs) for group, qs in zip(groups, starts, strict=True)]
         own, mean = yield from self._mean([*first, *(part.corrected_rest() for part in with_rest)], bucket)
-        # After an overflow the second all-reduce takes its turn too: their number depends on no values.
-        ps = [orthonormal(p) for p in mean[: len(groups)]] if mean else [p.fill_(math.nan) for p in first]
+        ps = bases_of(mean[: len(groups)])
         second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
-        # P is orthonormal, so no number of the product exceeds the largest of Q times its columns.
-        own_qs, mean_qs = yield from self._mean(second, bucket, bound=self.rank)
-        if mean is None or mean_qs is None:
-            return overflow(bucket)
-
+        own_qs, mean_qs = yield from self._mean(second, bucket)
         for group, p, own_q, q in zip(groups, ps, own_qs, mean_qs, strict=True):
             for number, part in enumerate(group):
                 part.own.product = p[number], own_q[number]
@@ -115,48 +138,67 @@ class PowerSGD:
             part.finish(self.residual, memory)
         if self.warm_start:
             self._remember(groups, mean_qs, memory)
-        return Outcome(bucket.buffer, finite=True)
+        return Outcome(bucket.buffer)
 
     @property
     def spares_vectors(self) -> bool:
-        """Vectors travel with P as they are, unless all that travels is rounded or flattened."""
+        """Whether vectors must be excluded: with P they are sent exactly, unless rounded or flattened."""
         return self.flatten or self.factor_dtype is not None
 
     def numbers_sent(self, shape: torch.Size) -> int:
-        """How many numbers stand for a gradient of this shape on the wire."""
+        """Return how many numbers are sent for a gradient of this shape."""
         n, m = self._matrix_shape(shape)
         return (n + m) * min(n, m, self.rank) + shape.numel() - n * m
 
     def _matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
-        """As what matrix a gradient is compressed; (0, 0) where that is not worth it."""
+        """Return the shape of the matrix as which a gradient is compressed, or (0, 0) if it is not."""
         length = shape.numel()
         n = math.isqrt(length) if self.flatten else shape[0] if shape else 1
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
-    def _parts(self, bucket: Bucket, memory: Memory) -> list["Part"]:
-        """Each gradient of the bucket, or all of it as one."""
+    def _start(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Average by 4-bit integers, and let Q follow the mean by one iteration, which needs no exchange."""
+        program = ErrorFeedback(_START) if self.error_feedback else _START
+        small = [name for name, shape in zip(bucket.names, bucket.shapes, strict=True) if len(shape) < 2]
+        exact = bucket.exact if self.spares_vectors else frozenset(small)
+        outcome = yield from program(replace(bucket, exact=exact), memory)
+        if self.warm_start:
+            groups = by_shape(self._parts(replace(bucket, buffer=outcome.mean), None))
+            starts = self._starts(groups, bucket, memory)
+            qs = [refined(group, start) for group, start in zip(groups, starts, strict=True)]
+            self._remember(groups, qs, memory)
+        return outcome
+
+    def _parts(self, bucket: Bucket, memory: Memory | None) -> list[Part]:
+        """Return one part for each gradient of the bucket, or one for all if flattened.
+
+        Args:
+            bucket: The gradients.
+            memory: The memory of residuals. None leaves them out.
+        """
         views = bucket.views()
         wholes = {bucket.names[0]: bucket.buffer} if self.flatten else views
         parts = []
         for name, whole in wholes.items():
             shape = self._matrix_shape(whole.shape)
             inexact = shape != (0, 0) or self.factor_dtype is not None
-            pieces = (views if self.flatten else {name: whole}) if self.error_feedback and inexact else {}
-            residuals = [
-                (own, view, memory.read(own, RESIDUAL, partial(torch.zeros_like, view)))
-                for own, view in pieces.items()
-            ]
+            pieces = (views if self.flatten else {name: whole}) if inexact else {}
+            residuals = (
+                []
+                if memory is None
+                else [
+                    (own, view, memory.read(own, RESIDUAL, partial(torch.zeros_like, view)).to(view.dtype))
+                    for own, view in pieces.items()
+                ]
+            )
             parts.append(Part(name, whole.view(-1), shape, min(*shape, self.rank), residuals))
         return parts
 
     def _mean(
-        self, tensors: list[torch.Tensor], bucket: Bucket, bound: int = 1
-    ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor] | None]]:
-        """What this rank gave and the mean over ranks; None where `bound` times the mean is not finite.
-
-        Every rank sees the same mean, so all take the same way. Of nothing the mean is nothing, at no cost.
-        """
+        self, tensors: list[torch.Tensor], bucket: Bucket
+    ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return this rank's tensors as sent, and their means over ranks. No tensors need no collective."""
         if not tensors:
             return [], []
         shapes = [tensor.shape for tensor in tensors]
@@ -165,17 +207,18 @@ class PowerSGD:
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
-        return unpack(flat, shapes), unpack(mean, shapes) if all_finite(
-            mean if bound == 1 else mean * bound
-        ) else None
+        return unpack(flat, shapes), unpack(mean, shapes)
 
-    def _starts(self, groups: list["Parts"], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
-        """The Q of every matrix to begin with, stacked by group."""
+    def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+        """Return each matrix's Q of the step before, or a random one, stacked by group."""
         step = 0 if self.warm_start else bucket.step
 
         def fresh(part: Part) -> torch.Tensor:
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
-            numbers = torch.randn(part.rank, part.columns, generator=torch.Generator().manual_seed(seed))
+            chance = torch.Generator().manual_seed(seed)
+            numbers = torch.randn(
+                part.rank, part.columns, generator=chance, dtype=torch.float32, device=chance.device
+            )
             return numbers.to(bucket.buffer)
 
         if not self.warm_start:
@@ -185,124 +228,7 @@ class PowerSGD:
             for group in groups
         ]
 
-    def _remember(self, groups: list["Parts"], qs: list[torch.Tensor], memory: Memory) -> None:
+    def _remember(self, groups: list[Parts], qs: list[torch.Tensor], memory: Memory) -> None:
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
                 memory.put(part.name, part.key, q)
-
-
-class Part:
-    """One gradient: a matrix to compress, a rest that travels as it is, or both.
-
-    Each is corrected just before it is first read, and finished in one go, while it is in the processor's
-    cache: PowerSGD on a CPU waits for memory more than it computes.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        flat: torch.Tensor,
-        shape: tuple[int, int],
-        rank: int,
-        residuals: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self.name = name
-        self.shape = shape
-        self.rank = rank
-        size = shape[0] * shape[1]
-        self.matrix, self.rest = flat[:size].view(shape), flat[size:]
-        self.own, self.mean = Result(), Result()
-        self._residuals = residuals
-
-    @property
-    def columns(self) -> int:
-        """Of the matrix."""
-        return self.shape[1]
-
-    @property
-    def key(self) -> str:
-        """The slot of Q; one of another size would not fit."""
-        return f"q {self.rank}x{self.columns}"
-
-    def correct(self) -> None:
-        """Add what earlier steps did not send."""
-        for _, view, residual in self._residuals:
-            view.add_(residual)
-
-    def corrected_rest(self) -> torch.Tensor:
-        """The rest, ready to be sent; with a matrix it has been corrected already."""
-        if not self.matrix.numel():
-            self.correct()
-        return self.rest
-
-    def finish(self, against: str, memory: Memory) -> None:
-        """Write the mean, and keep what was given less the mean, or less what this rank sent."""
-        missed = []
-        for name, view, residual in self._residuals:
-            missed.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
-        if against == "sent" and missed:
-            self._write(self.own)
-            _subtract(missed)
-        self._write(self.mean)
-        if against == "mean":
-            _subtract(missed)
-
-    def _write(self, result: "Result") -> None:
-        if result.product is not None:
-            p, q = result.product
-            torch.mm(p.mT, q, out=self.matrix)
-        if result.rest is not None:
-            self.rest.copy_(result.rest)
-
-
-def _subtract(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for given, got in pairs:
-        given.sub_(got)
-
-
-Parts: TypeAlias = list[Part]
-"""Parts whose matrices have one shape.
-
-Their factors are stacked with columns as rows, (part, rank, length): two to five times as fast to multiply on
-a CPU, and what QR wants.
-"""
-
-
-class Result:
-    """What comes of a part: P and Q, and the rest."""
-
-    product: tuple[torch.Tensor, torch.Tensor] | None = None
-    rest: torch.Tensor | None = None
-
-
-def _by_shape(parts: list[Part]) -> list[Parts]:
-    groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
-    for part in parts:
-        if part.matrix.numel():
-            groups[part.shape].append(part)
-    return list(groups.values())
-
-
-def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
-    """M Q of each matrix M, corrected first."""
-    products = []
-    for part, q in zip(group, qs, strict=True):
-        part.correct()
-        products.append(q @ part.matrix.mT)
-    return torch.stack(products)
-
-
-def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
-    """M^T P of each matrix M."""
-    return torch.stack([p @ part.matrix for part, p in zip(group, ps, strict=True)])
-
-
-def orthonormal(rows: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the span of each matrix's rows; what is missing, it completes.
-
-    By Householder QR, in at least fp32: it cannot fail on finite numbers, so zero and dependent rows need no
-    special case, and for these shapes it is the fastest on a CPU (docs/design/decisions.md).
-    """
-    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)
-    return basis

@@ -1,40 +1,51 @@
-"""The nouns of a program: what it is given, what it may keep, what it returns.
+"""The protocol of programs: `Bucket` is a program's input, `Outcome` its result.
 
     def __call__(self, bucket, memory):
         total = yield AllReduce(bucket.buffer / bucket.world_size)
         return Outcome(mean=total)
 
-A program must yield the same collectives on every rank: branch on shapes, configuration, the step and
-reduced values, never on local data.
+A program must yield the same collectives on every rank. It may branch on shapes, configuration, the step and
+reduced values, but never on local data.
 """
 
 import dataclasses
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from thinwire.engine.ops import Steps
+from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
 from thinwire.programs.memory import Memory
-from thinwire.wire.ops import Steps
-from thinwire.wire.pack import unpack
+from thinwire.programs.naming import short
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """One rank's gradients of some parameters, flat, still to be averaged.
+    """One rank's gradients of several parameters in one flat buffer, to be averaged.
 
     Attributes:
-        index: DDP's number for it; buckets may be rebuilt, so never name state by it.
-        buffer: The gradients, one after another. A program may overwrite it.
-        names: The parameters' names in the model.
-        shapes: Their shapes, in the same order; complex ones end in a dimension of 2, real and imaginary.
-        rank: This rank, in the group that is averaged over.
-        world_size: The size of that group.
-        step: Counts the steps that communicated, from 0.
-        track_error: Whether the outcome shall say what was not sent.
+        index: DDP's number of the bucket. DDP may rebuild its buckets, so do not name state by it.
+        buffer: The gradients, one after another, each in the order of its parameter's elements whatever the
+            memory format. A program may overwrite it.
+        names: Names of the parameters in the model.
+        shapes: Shapes of the parameters, in the same order. The last dimension of a complex one is 2.
+        rank: This rank in the group that averages.
+        world_size: Number of ranks in that group.
+        step: Number of the step, from 0, of those in which ranks communicated.
+        track_error: Whether the outcome must have an `error`.
+        exact: Names of parameters whose mean must not be compressed. It is empty unless the program's class
+            sets `carries_exact`. Their error is 0.
+        residuals: Residuals to add to the gradients. It is None unless the program's class sets
+            `folds_residuals`. Then the outcome needs no `error`.
+
+    Example::
+
+        for name, gradient in bucket.views().items():
+            ...
     """
 
     index: int
@@ -45,9 +56,15 @@ class Bucket:
     world_size: int
     step: int
     track_error: bool = False
+    exact: frozenset[str] = frozenset()
+    residuals: "Residuals | None" = None
 
     def views(self) -> dict[str, torch.Tensor]:
-        """The gradients by parameter name: views of the buffer."""
+        """Return the gradients by parameter name.
+
+        Returns:
+            Views of the buffer, in the shapes of the parameters.
+        """
         return dict(zip(self.names, unpack(self.buffer, self.shapes), strict=True))
 
     def __str__(self) -> str:
@@ -57,73 +74,145 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a program returns.
+class Residuals:
+    """The residuals of a bucket's parameters, for a program that adds them and writes the new ones itself.
+
+    A program computes with gradient + keep * old, and writes its error to `new`, which may share memory with
+    `old`. A parameter in `bucket.exact` has None in both.
 
     Attributes:
-        mean: The averaged gradients, like the bucket's buffer; the buffer itself where possible.
-        error: This rank's input less what of it went into the mean, for whoever feeds it back; asked for
-            by `bucket.track_error`. Over all ranks, mean(inputs) = mean + mean(errors).
-        finite: Whether the mean is known to be finite, or not to be; None where nobody has looked yet.
+        old: Residuals of the step before, flat, in the bucket's real dtype.
+        new: Tensors for the new residuals, flat and uninitialised. All of them must be overwritten.
+        keep: Share of the old residual to add.
+    """
+
+    old: tuple[torch.Tensor | None, ...]
+    new: tuple[torch.Tensor | None, ...]
+    keep: float
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The result of a program.
+
+    Attributes:
+        mean: The averaged gradients, of the shape, dtype and device of the bucket's buffer. It may be the
+            buffer itself, which saves memory.
+        error: This rank's input minus its contribution to the mean, for error feedback. Over all ranks,
+            mean(inputs) = mean + mean(errors). Required where `bucket.track_error` is set.
+        finite: A scalar bool tensor, whether the mean is finite. None lets the step check `mean`. Set it
+            where `mean` holds only a part of what was averaged, as under ZeRO.
+
+    Example::
+
+        return thinwire.Outcome(mean=total)
     """
 
     mean: torch.Tensor
     error: torch.Tensor | None = None
-    finite: bool | None = None
+    finite: torch.Tensor | None = None
 
 
 class Program(Protocol):
-    """Averages one bucket, start to finish."""
+    """The protocol of programs: a callable that averages one bucket by yielding collectives.
+
+    Example::
+
+        @dataclass(frozen=True)
+        class Mean:
+            def __call__(self, bucket, memory):
+                total = yield thinwire.AllReduce(bucket.buffer / bucket.world_size)
+                return thinwire.Outcome(mean=total)
+
+        wire = thinwire.attach(ddp, Mean())
+    """
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Yield collectives, receive their results, return the outcome."""
+        """Average one bucket.
 
+        Yield the same collectives on every rank, and receive each result as the value of its `yield`.
 
-def describe(program: object) -> str:
-    """A program and its options as text: equal on all ranks just where the programs are equal.
+        Args:
+            bucket: Gradients of this rank. Their buffer may be overwritten.
+            memory: Tensors kept between steps, by parameter name and slot.
 
-    Frozen dataclasses have it from their repr; of functions the address is left out.
-    """
-    text = re.sub(r"<function (\S+) at 0x[0-9a-fA-F]+>", r"\1", repr(program))
-    if re.search(r" at 0x[0-9a-fA-F]+", text):
-        raise OptionError(
-            f"program={text} does not show its options, so ranks cannot compare them: make its class a frozen"
-            " dataclass, or give it a __repr__ that shows them"
-        )
-    return text
+        Returns:
+            A generator of collectives that returns the outcome.
 
-
-def short(thing: object) -> str:
-    """A program with those of its options that are not the default.
-
-    >>> from thinwire import Int4
-    >>> short(Int4())
-    'ErrorFeedback(TwoShot(Quantize(bits=4, block=64)))'
-    """
-    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
-        return describe(thing)
-    options = []
-    for one in dataclasses.fields(thing):
-        value, made = getattr(thing, one.name), one.default_factory
-        default = one.default if made is dataclasses.MISSING else made()
-        if one.repr and (default is dataclasses.MISSING or value != default):
-            options.append(short(value) if dataclasses.is_dataclass(value) else f"{one.name}={short(value)}")
-    return f"{type(thing).__name__}({', '.join(options)})"
+        Raises:
+            ProgramError: The mean differs from the bucket's buffer in shape, dtype or device. The caller of
+                the program checks this.
+        """
 
 
 def require_program(program: object, option: str = "program") -> None:
-    """Refuse what is no program."""
-    if not callable(program) or isinstance(program, type):
+    """Raise OptionError unless `program` is a program.
+
+    Args:
+        program: Value to validate.
+        option: Name of the option in the message.
+
+    Raises:
+        OptionError: It is not callable with (bucket, memory), such as a codec, a class, or a preset that was
+            not called.
+    """
+    if not callable(program):
         raise OptionError(
             f"{option}={program!r} is not a program: give an instance, such as thinwire.Int8(); codecs become"
             " programs by TwoShot(codec)"
         )
+    if isinstance(program, type) or not _takes_a_bucket(program):
+        name = getattr(program, "__name__", type(program).__name__)
+        raise OptionError(
+            f"{option}={program!r} is not a program: give an instance by calling it, {name}(); a program of"
+            " your own takes (bucket, memory)"
+        )
+
+
+def _takes_a_bucket(program: Callable[..., object]) -> bool:
+    """Return whether a callable takes a bucket and a memory. Presets such as `Int8` do not."""
+    try:
+        inspect.signature(program).bind("bucket", "memory")
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def ignores_order(program: object) -> bool:
+    """Return whether a program's mean does not depend on the order of numbers in a bucket."""
+    return bool(getattr(program, "ignores_order", False))
+
+
+def carries_exact(program: object) -> bool:
+    """Return whether a program averages the parameters in `bucket.exact` exactly, beside all others."""
+    return bool(getattr(program, "carries_exact", False))
+
+
+def preferred_bytes(program: object) -> int | None:
+    """Return the size of a bucket in which a program is fastest, or None if it prefers DDP's buckets whole.
+
+    A program declares it by an attribute `preferred_bytes`. A wrapper without one has that of its `program`.
+    """
+    if hasattr(program, "preferred_bytes"):
+        own: int | None = program.preferred_bytes
+        return own
+    return preferred_bytes(program.program) if hasattr(program, "program") else None
 
 
 def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-    """Let a program, and those it is made of, look at model and group before anything is sent.
+    """Validate a program, and those within it, against model and group before anything is sent.
 
-    A program that minds has a method `check(shapes, world_size)` that raises OptionError.
+    A program that depends on them has a method `check(shapes, world_size)`.
+
+    Args:
+        program: Program, or list of programs, to validate.
+        shapes: Shapes of the parameters by name.
+        world_size: Number of ranks.
+
+    Raises:
+        OptionError: Raised by a program's `check`.
     """
     check = getattr(program, "check", None)
     if callable(check):
@@ -138,35 +227,65 @@ def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int
 
 
 def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-    """The program, with its outcome held against what the bucket needs."""
-    expected = (bucket.buffer.shape, bucket.buffer.dtype, bucket.buffer.device)
+    """Run the program and validate its outcome."""
     outcome = yield from program(bucket, memory)
-    if not isinstance(outcome, Outcome):
-        raise ProgramError(
-            f"{describe(program)} returned a {type(outcome).__name__} for {bucket}: return Outcome(mean)"
-        )
-    got = (outcome.mean.shape, outcome.mean.dtype, outcome.mean.device)
-    if got != expected:
-        raise ProgramError(
-            f"{describe(program)} returned a mean of {_sort(*got)} for {bucket}: it must be like the"
-            f" bucket's buffer, {_sort(*expected)}"
-        )
+    check_outcome(program, outcome, bucket)
     return outcome
 
 
+def check_outcome(program: Program, outcome: object, bucket: Bucket) -> None:
+    """Raise ProgramError unless the outcome's mean has the shape, dtype and device of the bucket's buffer."""
+    if not isinstance(outcome, Outcome):
+        raise ProgramError(
+            f"{short(program)} returned a {type(outcome).__name__} for {bucket}: return Outcome(mean)"
+        )
+    mean, like = outcome.mean, bucket.buffer
+    if (mean.shape, mean.dtype, mean.device) != (like.shape, like.dtype, like.device):
+        raise ProgramError(
+            f"{short(program)} returned a mean of {_kind(mean)} for {bucket}: it must match the bucket's"
+            f" buffer, {_kind(like)}"
+        )
+
+
 def mean_of(steps: Steps[Outcome]) -> Steps[torch.Tensor]:
-    """A program's mean alone."""
+    """Run a program and return only its mean."""
     return (yield from steps).mean
 
 
 NO_EXCEPTIONS: Mapping[str, Program] = {}
-"""All parameters go by one program."""
+"""The empty mapping, where all parameters use one program."""
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of all parameters in a step.
+
+    Attributes:
+        program: Program of parameters without an exception.
+        exceptions: Programs of the other parameters by name.
+        exact: Exceptions that use `Exact`. A program that sets `carries_exact` takes them along.
+        sliced: Whether buckets are divided into slices of the size that a program prefers.
+    """
+
+    program: Program
+    exceptions: Mapping[str, Program] = field(default_factory=dict)
+    exact: frozenset[str] = frozenset()
+    sliced: bool = False
 
 
 def by_program(
     names: Iterable[str], program: Program, exceptions: Mapping[str, Program]
 ) -> list[tuple[Program, tuple[str, ...]]]:
-    """Who goes with which program, in order of their first names; programs are told apart by identity."""
+    """Group parameters by program, in order of the first parameter of each.
+
+    Args:
+        names: Names of the parameters.
+        program: Program of parameters without an exception.
+        exceptions: Programs of the other parameters by name.
+
+    Returns:
+        Pairs of a program and the names of its parameters. Programs are compared by identity.
+    """
     members: dict[int, tuple[Program, list[str]]] = {}
     for name in names:
         chosen = exceptions.get(name, program)
@@ -174,5 +293,5 @@ def by_program(
     return [(chosen, tuple(own)) for chosen, own in members.values()]
 
 
-def _sort(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"shape {tuple(shape)}, {dtype}, on {device}"
+def _kind(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"

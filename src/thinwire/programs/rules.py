@@ -1,4 +1,4 @@
-"""Which program a parameter goes by: chosen by its name or its size."""
+"""Rules that choose each parameter's program by its name or size."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,25 @@ import torch
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.program import Program, describe, require_program
+from thinwire.programs.naming import same_program
+from thinwire.programs.program import Program, require_program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Chooses parameters by the count of their numbers, in the place of a pattern.
+    """A condition on the count of a parameter's numbers, for use in a rule in place of a pattern.
+
+    Args:
+        below: Fits parameters with fewer numbers than this. None sets no limit.
+        at_least: Fits parameters with this many numbers or more.
+
+    Raises:
+        OptionError: Neither limit is given, or one is not a whole number of at least 0.
 
     Example::
 
         rules = [(thinwire.Size(below=4096), thinwire.Exact())]
+        wire = thinwire.attach(ddp, thinwire.Int8(), rules=rules)
     """
 
     below: int | None = None
@@ -27,7 +36,7 @@ class Size:
     def __post_init__(self) -> None:
         limits = [one for one in (self.below, self.at_least) if one is not None]
         if not any(limits) or not all(isinstance(one, int) and one >= 0 for one in limits):
-            raise OptionError(f"{self!r}: give below=, at_least= or both, counts of numbers such as 4096")
+            raise OptionError(f"{self!r}: give below=, at_least= or both, as whole numbers such as 4096")
 
     def __str__(self) -> str:
         low = f"at least {self.at_least}" if self.at_least else ""
@@ -37,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Chooses tensors of at most one dimension: biases, norms, scales."""
+    """A condition that fits tensors of at most one dimension, such as biases, norms and scales."""
 
     def __str__(self) -> str:
         return "1-D tensors are exact unless a rule says otherwise"
@@ -45,12 +54,14 @@ class Vectors:
 
 Selector: TypeAlias = str | Size | Vectors
 Rules: TypeAlias = Sequence[tuple[Selector, Program]]
-"""Pairs of a pattern (`*` is anything, `?` one character) or a `Size`, and a program; the first that fits
-holds."""
+"""Pairs of a pattern or a `Size`, and a program. The first rule that fits a parameter chooses its program.
+
+In a pattern `*` matches anything and `?` one character.
+"""
 
 
 def checked_rules(rules: object) -> tuple[tuple[Selector, Program], ...]:
-    """The rules; OptionError where they are none."""
+    """Return the rules as a tuple. Raise OptionError where they are not pairs of selector and program."""
     pairs = isinstance(rules, list | tuple) and all(
         isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str | Size | Vectors)
         for rule in rules
@@ -66,7 +77,7 @@ def checked_rules(rules: object) -> tuple[tuple[Selector, Program], ...]:
 
 
 def fits(selector: Selector, name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is chosen."""
+    """Return whether a selector fits a parameter."""
     if isinstance(selector, str):
         return fnmatchcase(name, selector)
     if isinstance(selector, Vectors):
@@ -76,20 +87,20 @@ def fits(selector: Selector, name: str, shape: Sequence[int]) -> bool:
 
 
 def rule_of(rules: Rules, name: str, shape: Sequence[int]) -> int:
-    """The number of the first rule that fits; as many as there are, if none does."""
+    """Return the index of the first rule that fits, or the count of rules where none does."""
     fitting = (number for number, (selector, _) in enumerate(rules) if fits(selector, name, shape))
     return next(fitting, len(rules))
 
 
 def check_used(rules: Rules, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse rules that no parameter follows: most likely a name is misspelt."""
+    """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name."""
     taken = {rule_of(rules, name, shape) for name, shape in shapes.items()}
     for number, (selector, _) in enumerate(rules):
         if number in taken:
             continue
         fitting = [name for name, shape in shapes.items() if fits(selector, name, shape)]
         cause = (
-            f"earlier rules take all it fits ({_some(fitting)}): put it before them"
+            f"earlier rules fit all its parameters ({_some(fitting)}); move it before them"
             if fitting
             else f"it fits no parameter of this model, which has {_some(list(shapes))}"
         )
@@ -98,40 +109,52 @@ def check_used(rules: Rules, shapes: Mapping[str, Sequence[int]]) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a parameter goes by, and why."""
+    """The program that a parameter uses, and why."""
 
     program: Program
     because: str
 
 
 def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, Choice]:
-    """Every parameter's program: by the rules, then by dimension, else `program` itself.
+    """Return each parameter's program and the reason for it.
 
-    Programs that are equal are one object, so that their parameters travel together.
+    The first rule that fits decides. Without one, vectors are exact if `program` spares them, and all other
+    parameters use `program`. Equal programs become one object, so that their parameters share buckets.
+
+    Args:
+        rules: Rules, the first that fits decides.
+        program: Program of parameters that no rule fits.
+        shapes: Shapes of the parameters by name.
+
+    Returns:
+        Choices by parameter name.
     """
     all_rules: list[tuple[Selector, Program]] = list(rules)
     if spares_vectors(program):
         all_rules.append((Vectors(), Exact()))
-    known: dict[str, Program] = {describe(program): program}
+    known = [program]
     table = {}
     for name, shape in shapes.items():
         number = rule_of(all_rules, name, shape)
         selector, chosen = all_rules[number] if number < len(all_rules) else ("", program)
         because = f"rule {selector!r}" if isinstance(selector, str) and selector else str(selector)
-        table[name] = Choice(known.setdefault(describe(chosen), chosen), because)
+        first = next((one for one in known if same_program(one, chosen)), chosen)
+        if first is chosen:
+            known.append(chosen)
+        table[name] = Choice(first, because)
     return table
 
 
 def exceptions_of(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, Program]:
-    """Parameters that do not go by `program`, and by what they do."""
+    """Return the programs of those parameters that do not use `program`, by name."""
     table = choose(rules, program, shapes)
     return {name: choice.program for name, choice in table.items() if choice.program is not program}
 
 
 def spares_vectors(program: object) -> bool:
-    """Whether a program would rather leave vectors to the exact mean: it is lossy, and they are few numbers.
+    """Return whether vectors are averaged exactly beside a program, because it is lossy and they are small.
 
-    A program says so itself, by `spares_vectors`, or is made of one that does.
+    A program declares it by an attribute `spares_vectors`. A wrapper without one has that of its `program`.
     """
     own = getattr(program, "spares_vectors", None)
     if own is not None:

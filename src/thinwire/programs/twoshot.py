@@ -1,32 +1,47 @@
-"""Two exchanges of encoded chunks: the bytes that a rank sends do not grow with the number of ranks."""
+"""A program of two collectives on encoded chunks, whose bytes do not grow with the number of ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import Codec, numbers_of, require_codec
-from thinwire.programs.gathered import own_codecs
+from thinwire.codecs.codec import Codec, Parts, numbers_of, require_codec
+from thinwire.engine.ops import AllGather, AllToAll, Collective, Steps
+from thinwire.engine.pack import Layout
+from thinwire.programs.coder import Coder, Given, Tensors, scatter
+from thinwire.programs.coding import coders_of
+from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
+from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome
-from thinwire.wire.ops import AllGather, AllToAll, Steps
-from thinwire.wire.pack import Layout
 
 
-@dataclass(frozen=True)
-class TwoShot:
-    """The mean through any codec; a rank sends 2 (W-1)/W of one encoded copy.
+@dataclass(frozen=True, repr=False)
+class TwoShot(Written):
+    """The mean through any codec, in two collectives. A rank sends 2 (W-1)/W of one encoded copy.
 
         rank r receives chunk r of every rank, encoded         all-to-all
-        it takes their mean in float32 and encodes that
+        it computes their mean in float32 and encodes it
         every rank receives the means of all chunks            all-gather
 
-    A rank's own chunk enters the mean as it is. Whatever the codec does, all ranks decode the same bytes, so
-    replicas stay identical. A sum over ranks beyond float32's range is an overflow.
+    A chunk is made of slices of parameters. Each parameter has its own blocks of numbers that share a scale,
+    so the encoding of one parameter does not depend on its neighbours. Parameters that must be exact travel
+    in the same two collectives as they are.
 
-    The error that it tracks is that of both encodings: of what this rank sent, and for its own chunk W times
-    that of the mean, since what one rank feeds back counts 1/W.
+    A rank's own chunk is not encoded before the mean. All ranks decode the same bytes, so replicas stay
+    identical with any codec. A sum over ranks beyond float32's range is an overflow.
+
+    The outcome's error covers both encodings. For the chunks of other ranks it is the error of what this rank
+    sent. For its own chunk it is W times the error of the encoded mean, because error feedback on one rank
+    has a weight of 1/W in the next mean.
+
+    Args:
+        codec: Any codec.
+
+    Raises:
+        OptionError: `codec` is not a codec.
 
     Example::
 
@@ -36,51 +51,152 @@ class TwoShot:
     codec: Codec
 
     spares_vectors: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+    carries_exact: ClassVar[bool] = True
+    folds_residuals: ClassVar[bool] = True
+    preferred_bytes: ClassVar[int] = 1 << 20
 
     def __post_init__(self) -> None:
         require_codec(self.codec)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Encode, all-to-all, mean, encode, all-gather, decode."""
+        """Encode, all-to-all, average, encode, all-gather, and decode."""
         rank, world = bucket.rank, bucket.world_size
-        codecs = own_codecs(self.codec, bucket)
-        chunks = _chunks(numbers_of(bucket.buffer), self.codec, world)
-        layouts = [layout_of(self.codec, chunk.numel(), chunk.device) for chunk in chunks]
+        coders = coders_of(self.codec, bucket)
+        division = Division.of(bucket, coders[0].block)
+        numbers, wire = _Numbers(bucket, division), _Rows(bucket, division, coders[0])
         others = [place for place in range(world) if place != rank]
 
-        rows = layouts[0].rows(world)
+        rows = wire.empty(world)
         for place in others:
-            encoded = codecs[rank].encode(chunks[place])
-            layouts[place].write(encoded, rows[place])
-            if bucket.track_error:
-                codecs[rank].add(encoded, chunks[place], -1)
-        received = yield AllToAll(rows)
+            parts, exact = wire.read(rows[place], place)
+            coders[rank].encode(numbers.given(place), numbers.errors(place), parts)
+            torch.cat([*numbers.exact(place), exact[:0]], out=exact)
+        received = yield AllToAll(rows, in_order=False)
 
-        mean = chunks[rank].to(torch.float32, copy=True)
-        for place in others:
-            codecs[place].add(layouts[rank].read(received[place]), mean)
-        encoded = codecs[rank].encode(mean.div_(world))
-        row = layouts[0].rows(1)[0]
-        layouts[rank].write(encoded, row)
-        encoded_means = yield AllGather(row)
+        row = wire.empty(1)[0]
+        parts, exact = wire.read(row, rank)
+        arrived = [wire.read(received[place], rank) for place in range(world)]
+        coders[rank].encode_mean(
+            numbers.given(rank),
+            [(coders[place], arrived[place][0]) for place in others],
+            world,
+            numbers.errors(rank),
+            parts,
+        )
+        torch.cat([*numbers.exact(rank), exact[:0]], out=arrived[rank][1])
+        exact.copy_(_mean([own for _, own in arrived]))
+        encoded = yield AllGather(row, in_order=False)
 
-        means = bucket.buffer
-        if bucket.track_error:
-            codecs[rank].add(encoded, mean, -1)
-            chunks[rank].copy_(mean.mul_(world))
-            means = torch.empty_like(bucket.buffer)
-        for place, chunk in enumerate(_chunks(numbers_of(means), self.codec, world)):
-            codecs[place].decode(layouts[place].read(encoded_means[place]), into=chunk)
-        return Outcome(means, bucket.buffer if bucket.track_error else None)
+        means = numbers.for_means()
+        flags: list[torch.Tensor | None] = []
+        for place in range(world):
+            parts, exact = wire.read(encoded[place], place)
+            coders[place].decode(parts, in_pieces(means, division.coded[place]))
+            scatter(exact, in_pieces(means, division.exact[place]))
+            flags += [coders[place].finite(parts), finite(exact)]
+        return numbers.outcome(flags)
+
+    def outline(self, bucket: Bucket) -> Iterator[Collective]:
+        """Yield the collectives of a bucket without encoding anything, for planning with many ranks."""
+        coder = coders_of(self.codec, bucket)[0]
+        wire = _Rows(bucket, Division.of(bucket, coder.block), coder)
+        yield AllToAll(wire.empty(bucket.world_size))
+        yield AllGather(wire.empty(1)[0])
 
 
-def _chunks(numbers: torch.Tensor, codec: Codec, count: int) -> list[torch.Tensor]:
-    """One for every rank, in order and of one length, but that the numbers end where they end."""
-    length = codec.align(-(-numbers.numel() // count))
-    return [numbers[place * length : (place + 1) * length] for place in range(count)]
+class _Rows:
+    """The rows of bytes that ranks exchange: a chunk's encoding, then its exact numbers."""
+
+    def __init__(self, bucket: Bucket, division: Division, coder: Coder) -> None:
+        like = numbers_of(bucket.buffer)
+        self._layouts = []
+        for coded, exact in zip(division.coded, division.exact, strict=True):
+            layout = coder.layout(tuple(piece.length for piece in coded), like.device)
+            shape = torch.Size((numbers_in(exact),))
+            self._layouts.append(Layout((*layout.dtypes, like.dtype), (*layout.shapes, shape), layout.device))
+        self._nbytes = max(layout.nbytes for layout in self._layouts)
+
+    def empty(self, count: int) -> torch.Tensor:
+        """Return `count` uninitialised rows. What padding they contain is sent and never read."""
+        device = self._layouts[0].device
+        return torch.empty(count, self._nbytes, dtype=torch.uint8, device=device)
+
+    def read(self, row: torch.Tensor, place: int) -> tuple[Parts, torch.Tensor]:
+        """Return the encoding and the exact numbers of a rank's chunk, as views of the row."""
+        *parts, exact = self._layouts[place].read(row)
+        return tuple(parts), exact
 
 
-@lru_cache(maxsize=4096)
-def layout_of(codec: Codec, length: int, device: torch.device) -> Layout:
-    """How so many numbers are laid out once encoded: tried out, once."""
-    return Layout.of(codec.encode(torch.zeros(length, device=device)))
+class _Numbers:
+    """A bucket's gradients and residuals by chunk, and where errors and means are written.
+
+    With `bucket.residuals`, new residuals go there and means to the bucket's buffer. Where errors are tracked
+    without them, errors replace the gradients, and means need a buffer of their own.
+    """
+
+    def __init__(self, bucket: Bucket, division: Division) -> None:
+        self._bucket, self._division = bucket, division
+        flat = numbers_of(bucket.buffer)
+        self._lengths = [flat.numel() // max(1, bucket.buffer.numel()) * one.numel() for one in bucket.shapes]
+        self._values = list(flat.split(self._lengths))
+        self._tracked = bucket.track_error and bucket.residuals is None
+        self._mean = torch.empty_like(bucket.buffer) if self._tracked else bucket.buffer
+
+    def given(self, place: int) -> Given:
+        """Return the numbers of a chunk that are encoded, with their residuals."""
+        share, residuals = self._division.coded[place], self._bucket.residuals
+        values = in_pieces(self._values, share)
+        if residuals is None:
+            return Given(values)
+        return Given(values, _present(residuals.old, share), residuals.keep)
+
+    def errors(self, place: int) -> Tensors | None:
+        """Return where the errors of a chunk are written, or None where they are not needed."""
+        share, residuals = self._division.coded[place], self._bucket.residuals
+        if residuals is not None:
+            return _present(residuals.new, share)
+        return in_pieces(self._values, share) if self._tracked else None
+
+    def exact(self, place: int) -> Tensors:
+        """Return the exact numbers of a chunk."""
+        return in_pieces(self._values, self._division.exact[place])
+
+    def for_means(self) -> Tensors:
+        """Return where the means are written, by parameter."""
+        if self._tracked:
+            for place in range(len(self._division.exact)):
+                for piece in self.exact(place):
+                    piece.zero_()
+        return list(numbers_of(self._mean).split(self._lengths))
+
+    def outcome(self, flags: list[torch.Tensor | None]) -> Outcome:
+        """Return the outcome, with its finiteness if the flags of all parts tell."""
+        error = self._bucket.buffer if self._tracked else None
+        known = [flag for flag in flags if flag is not None]
+        # A mean that is finite in float32 may not be so in half precision.
+        if len(known) < len(flags) or self._values[0].dtype.itemsize < torch.float32.itemsize:
+            return Outcome(self._mean, error)
+        return Outcome(self._mean, error, torch.stack(known).all())
+
+
+def _present(tensors: tuple[torch.Tensor | None, ...], share: tuple[Piece, ...]) -> Tensors:
+    """Return a share's pieces of residuals, which every encoded parameter has."""
+    found = []
+    for piece in share:
+        tensor = tensors[piece.parameter]
+        assert tensor is not None, "only exact parameters have no residual"
+        found.append(tensor[piece.start : piece.stop])
+    return found
+
+
+def _mean(rows: Tensors) -> torch.Tensor:
+    """Return the mean of all ranks' numbers, in at least float32 and in the order of ranks.
+
+    Numbers are divided first, so that the sum cannot overflow before the mean does.
+    """
+    dtype = torch.promote_types(rows[0].dtype, torch.float32)
+    total = rows[0].to(dtype) * (1 / len(rows))
+    for row in rows[1:]:
+        total += row.to(dtype) * (1 / len(rows))
+    return total

@@ -1,20 +1,28 @@
-"""Exact at first, compressed later."""
+"""A program that averages exactly in the first steps of training."""
 
 from dataclasses import dataclass
 
+from thinwire.engine.ops import Steps
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, require_program
-from thinwire.wire.ops import Steps
+from thinwire.programs.naming import Written
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
 
 
-@dataclass(frozen=True)
-class Warmup:
-    """The exact mean for the first `steps` steps, then `program`.
+@dataclass(frozen=True, repr=False)
+class Warmup(Written):
+    """The exact mean in the first `steps` steps, and `program` afterwards.
 
-    Gradients change fastest at the start of training, and errors made there are hard to make up for. A tenth
-    of all steps is a good first try.
+    Gradients change fastest at the start of training, and errors made there are hard to correct later. Try a
+    tenth of all steps first.
+
+    Args:
+        program: Program that runs after the warm-up.
+        steps: Number of steps with exact gradients.
+
+    Raises:
+        OptionError: `program` is not a program, or `steps` is not a whole number of at least 0.
 
     Example::
 
@@ -27,9 +35,16 @@ class Warmup:
     def __post_init__(self) -> None:
         require_program(self.program)
         if not isinstance(self.steps, int) or self.steps < 0:
-            raise OptionError(f"steps={self.steps!r} must be a whole number from 0 on: steps to run exactly")
+            raise OptionError(
+                f"steps={self.steps!r} must be a whole number, at least 0: steps with exact means"
+            )
+
+    @property
+    def carries_exact(self) -> bool:
+        """Whether the program averages some parameters exactly beside others, as the warm-up does all."""
+        return carries_exact(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Whichever is due."""
+        """Run `Exact` during the warm-up, and the program afterwards."""
         program = Exact() if bucket.step < self.steps else self.program
         return (yield from program(bucket, memory))

@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a benchmark, or of a training log."""
+"""Self-contained HTML pages of a benchmark or a training log."""

@@ -8,7 +8,7 @@ from thinwire.report.frame import COLOURS, GREY, Figure, line
 
 
 class Palette:
-    """One colour for each program throughout the page; torch's hook has its program's, dashed."""
+    """The colours of a page, one for each program. torch's hook shares its program's colour."""
 
     def __init__(self, cells: list[Cell]) -> None:
         texts = dict.fromkeys(
@@ -17,17 +17,22 @@ class Palette:
         self._by_text = {text: COLOURS[number % len(COLOURS)] for number, text in enumerate(texts)}
 
     def colour(self, track: Track | Row, text: str) -> str:
-        """Plain DDP is grey."""
+        """Return the colour of a contestant. Plain DDP is grey.
+
+        Args:
+            track: The contestant.
+            text: Its program, as the user wrote it.
+        """
         return GREY if track.kind == "ddp" else self._by_text.get(text, GREY)
 
 
 def loss_by_time(cell: Cell, palette: Palette) -> Figure:
-    """Whoever is lower at the same time is ahead."""
+    """Draw the loss of each contestant against its wall time."""
     return _losses(cell, palette, 0, 1.0, "seconds of training")
 
 
 def loss_by_bytes(cell: Cell, palette: Palette) -> Figure:
-    """Whoever is further left for the same loss sends less."""
+    """Draw the loss of each contestant against the bytes that a rank sent."""
     return _losses(cell, palette, 1, 1e-6, "MB sent by each rank")
 
 
@@ -36,7 +41,7 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) 
     for track in _racing(cell):
         points = curve(track)
         dash = "dash" if track.kind == "torch" else "solid"
-        width = 7 if track.kind == "ddp" else 2  # it lies below, and whoever equals it runs within
+        width = 7 if track.kind == "ddp" else 2  # wide and below, so that equal curves stay visible
         drawn = line(
             track.name,
             [scale * point[column] for point in points],
@@ -56,7 +61,7 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) 
 
 
 def step_breakdown(cell: Cell) -> Figure:
-    """Where a step's time goes, and the floor below which no program of these bytes can get."""
+    """Draw the parts of each contestant's step time, and the floors for the bytes that it sends."""
     shown = [row for row in rows(cell) if row.step is not None][::-1]
     parts = (
         ("computing", "#009e73", [row.compute or 0.0 for row in shown]),
@@ -76,17 +81,29 @@ def step_breakdown(cell: Cell) -> Figure:
         }
         for name, colour, seconds in parts
     ]
-    floors = [1e3 * (row.floor or 0.0) for row in shown]
-    marker = {"symbol": "line-ns-open", "size": 22, "color": "#000000", "line": {"width": 3}}
-    data.append(
-        {"type": "scatter", "mode": "markers", "name": "floor", "y": names, "x": floors, "marker": marker}
-    )
+    data += [
+        _marks("floor", names, [row.floor for row in shown], "#000000"),
+        _marks("link floor", names, [row.link_floor for row in shown], "#56b4e9"),
+    ]
     layout = {"barmode": "stack", "xaxis": {"title": {"text": "ms per step"}}, "yaxis": {"automargin": True}}
     return {"data": data, "layout": layout}
 
 
+def _marks(name: str, names: list[str], seconds: list[float | None], colour: str) -> dict[str, Any]:
+    """Return plotly's description of upright marks on the bars of `step_breakdown`."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "y": names,
+        "x": [None if one is None else 1e3 * one for one in seconds],
+        "marker": {"symbol": "line-ns-open", "size": 22, "color": colour, "line": {"width": 3}},
+        "hovertemplate": f"%{{x:.1f}} ms<extra>{name}</extra>",
+    }
+
+
 def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
-    """Against plain DDP on the same network; the bars' whiskers are quartiles."""
+    """Draw the speed-up over plain DDP on each network. Whiskers are quartiles."""
     names = dict.fromkeys(
         (track.name, track.text) for cell in cells for track in _racing(cell) if track.kind != "ddp"
     )

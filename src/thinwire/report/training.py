@@ -1,19 +1,24 @@
-"""Puts a training log on one page: can it be trusted, was it worth it."""
+"""The HTML page of a training log, which shows the costs and the error of compression."""
 
 from html import escape
 
 from thinwire.report.frame import cells, frame, plot, table
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import Summary, summarise
-from thinwire.report.training_words import COLUMNS, LEGEND, notes, parameter_rows, told, trust, worth
+from thinwire.report.training_words import COLUMNS, LEGEND, notes, parameter_rows, told, trust, whose, worth
 from thinwire.telemetry.log import Log
 
 
 def render(log: Log, name: str) -> str:
-    """The whole page as text; `name` is what the log is called."""
+    """Return the whole page as HTML.
+
+    Args:
+        log: The training log.
+        name: The name of its file.
+    """
     summary = summarise(log)
     parts = (
-        f"<p class='quiet'>{escape(name)}</p>",
+        f"<p class='quiet'>{escape(name + whose(log))}</p>",
         *_headline(log, summary),
         _plots(log, summary),
         _parameters(log) if log.parameters else "",
@@ -31,7 +36,7 @@ def _headline(log: Log, summary: Summary) -> list[str]:
         f"{f'<ul>{acts}</ul>' if acts else ''}</div>",
     ]
     said = "".join(f"<li>{escape(note)}</li>" for note in notes(log, summary))
-    return [*boxes, f"<div class='advice heed'><b>Of the log</b><ul>{said}</ul></div>"] if said else boxes
+    return [*boxes, f"<div class='advice heed'><b>About the log</b><ul>{said}</ul></div>"] if said else boxes
 
 
 def _plots(log: Log, summary: Summary) -> str:

@@ -1,16 +1,16 @@
-"""The plots of a training log, by step; of long ones a point stands for many steps."""
+"""The plots of a training log by step. In long logs a point represents many steps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from thinwire.engine.meter import GRADIENTS, MODELS, PARAMETERS
 from thinwire.report.frame import COLOURS, GREY, Figure, line
 from thinwire.report.training_summary import Event
 from thinwire.telemetry.log import Log, Series
-from thinwire.wire.meter import GRADIENTS, MODELS, PARAMETERS
 
 _POINTS = 600
-_DOTS = 80  # a line of more is drawn without them
+_DOTS = 80  # a line with more points is drawn without dots
 _SPREAD = 30  # from this ratio on, an axis of bytes or errors is logarithmic
 _WORST = 4
 _TURNS = 50
@@ -24,9 +24,12 @@ Choice = Callable[[Sequence[int], Sequence[float]], tuple[int, float]]
 
 
 def figures(log: Log, events: Sequence[Event]) -> dict[str, Figure]:
-    """All plots by title, over the same steps; dotted: a program was replaced, or training stopped."""
+    """Return all plots by title, over the same steps.
+
+    Dotted lines mark the audits after which a program was replaced or training stopped.
+    """
     drawn = {"Bytes sent": bytes_by_step(log)}
-    if any(second > 0 for series in log.series.values() for second in series.wire):  # NaN is not
+    if any(second > 0 for series in log.series.values() for second in series.wire):  # NaN > 0 is false
         drawn["Time on the network"] = seconds_by_step(log)
     if log.audits:
         drawn["Error of the mean"] = error_by_step(log, events)
@@ -36,16 +39,16 @@ def figures(log: Log, events: Sequence[Event]) -> dict[str, Figure]:
     dotted = {"color": _RED, "dash": "dot", "width": 1}
     first = min(min(series.steps) for series in log.series.values())
     last = max(max(series.steps) for series in log.series.values())
-    room = max(0.02 * (last - first), 0.5)
+    margin = max(0.02 * (last - first), 0.5)
     shapes = [{**upright, "x0": step, "x1": step, "line": dotted} for step in turns[:_TURNS]]
     for figure in drawn.values():
-        figure["layout"]["xaxis"]["range"] = [first - room, last + room]
+        figure["layout"]["xaxis"]["range"] = [first - margin, last + margin]
         figure["layout"]["shapes"] = shapes
     return drawn
 
 
 def bytes_by_step(log: Log) -> Figure:
-    """What the programs send, and above it the steps that send the exact mean too."""
+    """Draw the bytes of programs, and of audited steps, which also send the exact mean."""
     lines, dots, most = [], [], 1
     for purpose, series in _sorted(log):
         if any(series.own):
@@ -63,10 +66,10 @@ def bytes_by_step(log: Log) -> Figure:
 
 
 def seconds_by_step(log: Log) -> Figure:
-    """How long the network was busy, and how long backward waited."""
+    """Draw the time with a collective in flight, and the time that backward waited."""
     data, most = [], 1
     for purpose, series in _sorted(log):
-        columns = (("under way", series.wire, _BUSY), ("exposed", series.exposed, _WAITING))
+        columns = (("in flight", series.wire, _BUSY), ("exposed", series.exposed, _WAITING))
         for name, column, colours in columns:
             if any(second > 0 for second in column):
                 most = max(most, _bunch(series.steps))
@@ -78,7 +81,7 @@ def seconds_by_step(log: Log) -> Figure:
 
 
 def error_by_step(log: Log, events: Sequence[Event]) -> Figure:
-    """All gradients together, the parameters that were ever worst, and what followed."""
+    """Draw the error of all gradients, of the parameters with the largest errors, and the actions taken."""
     hover = "%{y:.3g} at step %{x}"
     steps = [audit.step for audit in log.audits]
     data = []
@@ -95,7 +98,7 @@ def error_by_step(log: Log, events: Sequence[Event]) -> Figure:
 
 
 def residual_by_step(log: Log) -> Figure:
-    """What error feedback still owes: it levels off where training is sound."""
+    """Draw the norm of the residuals of error feedback. It levels off in sound training."""
     steps = [audit.step for audit in log.audits]
     points = _thin(steps, [audit.residual for audit in log.audits], _largest)
     data = [_drawn("residual", points, _BLUE, "%{y:.3g} at step %{x}")]
@@ -104,7 +107,7 @@ def residual_by_step(log: Log) -> Figure:
 
 
 def _acted(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Audits that led to something, where the worst parameter was."""
+    """Mark the audits that led to an action, at the error of the worst parameter."""
     drawn: dict[str, dict[str, Any]] = {}
     for event in events:
         steps = [audit.step for audit in event.audits]
@@ -124,7 +127,7 @@ def _figure(data: list[dict[str, Any]], axis: dict[str, Any], bunch: int, what: 
 
 
 def _axis(title: str, data: list[dict[str, Any]], *, may_be_log: bool = True) -> dict[str, Any]:
-    """From zero, or by powers of ten where values are far apart."""
+    """Return an axis that starts at zero, or a logarithmic one if values differ widely."""
     values = [value for one in data for value in one["y"] if value and math.isfinite(value)]
     spread = max(values) / min(values) if values and may_be_log else 1
     axis: dict[str, Any] = {"title": {"text": title, "standoff": 12}, "tickformat": "~g"}
@@ -150,12 +153,12 @@ def _sorted(log: Log) -> Iterator[tuple[str, Series]]:
 
 
 def _bunch(steps: Sequence[int]) -> int:
-    """How many steps go into a point."""
+    """Return the number of steps that a point represents."""
     return max(1, math.ceil(len(steps) / _POINTS))
 
 
 def _thin(steps: Sequence[int], values: Sequence[float], choice: Choice) -> Points:
-    """A point for each bunch; where the log goes back, the line is broken."""
+    """Return one point for each bunch of steps. The line is broken where training was resumed."""
     size, shown = _bunch(steps), ([], [])  # type: tuple[int, Points]
     for start in range(0, len(steps), size):
         step, value = choice(steps[start : start + size], values[start : start + size])

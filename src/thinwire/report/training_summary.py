@@ -1,4 +1,4 @@
-"""What a training log comes to: the figures that stand above the plots."""
+"""The summary of a training log, shown above the plots."""
 
 import math
 from array import array
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from thinwire.telemetry.log import Audited, Log, Series
-from thinwire.wire.meter import GRADIENTS
+from thinwire.engine.meter import GRADIENTS
+from thinwire.telemetry.log import UNKNOWN, Audited, Log, Series
 
 _STUCK = 3
 
 
 @dataclass(frozen=True)
 class Event:
-    """What audits led to: the same thing, once or many times in a row."""
+    """Consecutive audits that led to the same action."""
 
     audits: tuple[Audited, ...]
 
@@ -26,31 +26,38 @@ class Event:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run; bytes and seconds are of the rank that wrote the log.
+    """The figures of a run. Bytes and seconds are those of the rank that wrote the log.
 
     Attributes:
-        steps: How many different ones.
+        steps: The number of different steps.
         sent: Bytes in total.
-        for_audits: Of these, the exact means of audits.
-        own_when_audited: Of the exchanges that were audited, the programs' own bytes; `for_audits` is what
-            the exact mean of the same took.
-        wire: Seconds with a collective under way; None where nobody can tell.
-        exposed: Seconds that backward waited; likewise.
-        overflows: Steps that did not count and were taken again.
-        overflows_in_a_row: The longest such stretch.
-        stuck: Whether the log ends in the midst of several.
-        resumes: Where the log goes back: from a step to an earlier one.
+        for_audits: The part of `sent` that audits took for exact means.
+        ddp: Bytes that plain DDP would have sent. None if a step does not record it.
+        own_when_audited: Bytes that programs sent in audited exchanges, to compare with `for_audits`.
+        wire: Seconds with a collective in flight. None if not measured.
+        exposed: Seconds that backward waited for the network. None if not measured.
+        overflows: The number of skipped steps.
+        overflows_in_a_row: The largest number of consecutive skipped steps.
+        stuck: Whether the log ends with several skipped steps.
+        repeats: Repeated steps in a log that does not record overflows.
+        resumes: Pairs of a step and the earlier step that follows it in the log.
+        audits: The number of audits.
+        latest: The latest audit, or None.
+        worst: The audit with the largest error, or None.
+        events: The actions that followed from audits.
     """
 
     steps: int
     sent: int
     for_audits: int
+    ddp: int | None
     own_when_audited: int
     wire: float | None
     exposed: float | None
     overflows: int
     overflows_in_a_row: int
     stuck: bool
+    repeats: int
     resumes: tuple[tuple[int, int], ...]
     audits: int
     latest: Audited | None
@@ -59,39 +66,47 @@ class Summary:
 
     @property
     def sent_per_step(self) -> float:
-        """Bytes, audits included."""
+        """Bytes per step, audits included."""
         return self.sent / max(self.steps, 1)
 
     @property
+    def compression(self) -> float | None:
+        """Bytes of plain DDP over those sent, audits included. None if not known."""
+        return None if self.ddp is None or not self.sent else self.ddp / self.sent
+
+    @property
     def saving(self) -> float | None:
-        """How many times as much the exact mean takes; None where no audit tells."""
+        """Bytes of the exact mean over those of the program. None without audits."""
         known = self.for_audits > 0 and self.own_when_audited > 0
         return self.for_audits / self.own_when_audited if known else None
 
     @property
     def exposed_share(self) -> float | None:
-        """Of the time with a collective under way, how much backward waited."""
+        """Exposed time as a part of the time with a collective in flight. None if not measured."""
         return None if self.exposed is None or not self.wire else self.exposed / self.wire
 
 
 def summarise(log: Log) -> Summary:
-    """All figures of a log."""
+    """Compute all figures of a log."""
     every = list(log.series.values())
-    steps = log.series.get(GRADIENTS, Series()).steps
-    repeats = [then == now for then, now in pairwise(steps)]
+    gradients = log.series.get(GRADIENTS, Series())
+    steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
+    unknown = (fact == UNKNOWN for fact in gradients.overflowed[1:])
     for_audits = sum(sum(one.audit) for one in every)
     return Summary(
         steps=len(set(steps)),
         sent=sum(sum(one.own) for one in every) + for_audits,
         for_audits=for_audits,
+        ddp=None if UNKNOWN in gradients.ddp else sum(gradients.ddp) or None,
         own_when_audited=sum(
             own for one in every for own, audit in zip(one.own, one.audit, strict=True) if audit
         ),
         wire=_known(second for one in every for second in one.wire),
         exposed=_known(second for one in every for second in one.exposed),
-        overflows=sum(repeats),
-        overflows_in_a_row=max((len(list(run)) for same, run in groupby(repeats) if same), default=0),
-        stuck=repeats[-_STUCK:] == [True] * _STUCK,
+        overflows=sum(overflowed),
+        overflows_in_a_row=max((len(list(run)) for fact, run in groupby(overflowed) if fact), default=0),
+        stuck=overflowed[-_STUCK:] == [True] * _STUCK,
+        repeats=sum(then == now for (then, now), old in zip(pairwise(steps), unknown, strict=True) if old),
         resumes=tuple((then, now) for then, now in pairwise(steps) if now < then),
         audits=len(log.audits),
         latest=log.audits[-1] if log.audits else None,
@@ -101,7 +116,7 @@ def summarise(log: Log) -> Summary:
 
 
 def events_of(log: Log) -> tuple[Event, ...]:
-    """What followed from audits; the same thing again and again is one event."""
+    """Return the actions that followed from audits. Equal consecutive actions are one event."""
     acted = (audit for audit in log.audits if audit.action)
     return tuple(Event(tuple(run)) for _, run in groupby(acted, key=lambda audit: audit.action))
 

@@ -1,36 +1,46 @@
-"""A training log's figures as people read them."""
+"""The texts of a training log's figures."""
 
 import math
 from collections.abc import Iterator
 
+from thinwire.engine.meter import ratio_text
 from thinwire.report.training_summary import Event, Summary
 from thinwire.telemetry.log import Audited, Log
 
 COLUMNS = ("error", "largest error", "at step", "residual", "audited at step")
 
 LEGEND = (
-    "Bytes and seconds are of the rank that wrote the log. under way: time with a collective under way;"
+    "Bytes and seconds are those of the rank that wrote the log. in flight: time with a collective in flight."
     " exposed: time that backward waited for the network. error: |compressed mean - exact mean| / |exact"
-    " mean|. With error feedback the compressed mean also brings what earlier steps left out: an error of 1"
-    " then says that as much is late as is new, not that anything is lost. residual: the norm of what all"
-    " ranks have left out so far and will still send; where training is sound it levels off. An audited"
-    " step sends the exact mean on top of its own bytes. Dotted lines: audits after which"
-    " the program was replaced, or training stopped."
+    " mean|. With error feedback the compressed mean also contains residuals of earlier steps. An error of 1"
+    " then means that the delayed part is as large as the new one, not that anything is lost. residual: the"
+    " norm of all ranks' residuals, which are still to be sent. It levels off in sound training. An audited"
+    " step sends the exact mean in addition to its own bytes. Dotted lines mark audits after which the"
+    " program was replaced or training stopped."
 )
 
 
+def whose(log: Log) -> str:
+    """Return the rank that wrote the log, or nothing if the log does not record it."""
+    if log.rank is None or log.world_size is None:
+        return ""
+    among = f" of {log.world_size}" if log.rank < log.world_size else f", in a group of {log.world_size}"
+    return f", rank {log.rank}{among}"
+
+
 def worth(summary: Summary) -> str:
-    """What was sent and waited for."""
+    """Return a text about the bytes sent and the time waited."""
     each = size(summary.sent_per_step)
     text = f"{_count(summary.steps, 'step')} sent {size(summary.sent)} in total, {each} a step"
+    if summary.compression is not None:
+        less = ratio_text(summary.compression)
+        text += f", {less} than plain DDP, which would have sent {size(summary.ddp or 0)}"
     if summary.for_audits:
         text += f"; {summary.for_audits / summary.sent:.0%} of it for audits"
     if summary.saving is not None:
-        text += (
-            f". Where audits looked, the exact mean took {summary.saving:.3g} times the bytes of the program"
-        )
+        text += f". In audited steps, the exact mean took {summary.saving:.3g} times the bytes of the program"
     if summary.exposed is None or summary.wire is None:
-        return f"{text}. How long the network took is not known: on accelerators nobody measures it."
+        return f"{text}. The time on the network is not known, because it is not measured on accelerators."
     per_step = _seconds(summary.exposed / max(summary.steps, 1))
     share = "" if summary.exposed_share is None else f", {summary.exposed_share:.0%} of that"
     return (
@@ -40,12 +50,12 @@ def worth(summary: Summary) -> str:
 
 
 def trust(summary: Summary) -> str:
-    """What audits have found."""
+    """Return a text about the errors that audits have measured."""
     latest, worst = summary.latest, summary.worst
     if latest is None or worst is None:
         return (
-            "Nobody looked: there is no audit in this log. With attach(..., audit_every=1000) every"
-            " thousandth step takes the exact mean too, and tells the difference."
+            "Not known: this log has no audits. With attach(..., audit_every=1000) every thousandth step also"
+            " computes the exact mean and records the error."
         )
     acted = sum(len(event.audits) for event in summary.events)
     found = f"{acted:,} above the limit" if acted else "none led to a warning or a fallback"
@@ -59,7 +69,7 @@ def trust(summary: Summary) -> str:
 
 
 def told(event: Event) -> str:
-    """An action, when, and why."""
+    """Return a text about an event: the action, its steps and its cause."""
     first, last, worst = event.audits[0], event.audits[-1], event.worst
     if first is last:
         return f"Step {first.step:,}: {first.action}, because {_why(first)}."
@@ -70,27 +80,33 @@ def told(event: Event) -> str:
 
 
 def notes(log: Log, summary: Summary) -> Iterator[str]:
-    """What a reader should know of the log itself."""
+    """Yield remarks about overflows, resumed runs and damage of the log."""
     if summary.overflows:
         stretch = summary.overflows_in_a_row
         in_a_row = f", up to {stretch:,} in a row" if stretch > 1 else ""
-        end = " The log ends like this: training does not get on." if summary.stuck else ""
+        end = " The log ends with overflows: training makes no progress." if summary.stuck else ""
         yield (
-            f"{_count(summary.overflows, 'overflow')}{in_a_row}: a gradient was infinite or NaN, the step"
-            f" did not count and was taken again.{end}"
+            f"{_count(summary.overflows, 'overflow')}{in_a_row}: a gradient was infinite or NaN, and the step"
+            f" was skipped.{end}"
+        )
+    if summary.repeats:
+        yield (
+            f"{_count(summary.repeats, 'row')} repeat the step before. The log is of an older thinwire, which"
+            " did not record overflows. Either these steps overflowed, or several ranks wrote to this file,"
+            " and bytes and times are sums over ranks."
         )
     if summary.resumes:
         then, now = summary.resumes[-1]
         yield (
             f"The log goes back {_count(len(summary.resumes), 'time')}, most recently from step {then:,} to"
-            f" step {now:,}: training was resumed. Bytes and times are of all that was run."
+            f" step {now:,}: training was resumed. Bytes and times include the repeated steps."
         )
     if log.cut:
-        yield "The last line was cut off, as by a kill, and is left out."
+        yield "The last line is incomplete, as after a kill, and is ignored."
 
 
 def parameter_rows(log: Log) -> list[tuple[str, list[str]]]:
-    """Each parameter's latest figures, the worst first, in the order of COLUMNS."""
+    """Return each parameter's figures as named by COLUMNS, the largest error first."""
     rows = []
     for name, one in sorted(log.parameters.items(), key=lambda item: item[1].errors[-1], reverse=True):
         largest = max(one.errors)
@@ -101,12 +117,12 @@ def parameter_rows(log: Log) -> list[tuple[str, list[str]]]:
 
 
 def number(value: float) -> str:
-    """Three digits, or what an error is where the exact mean is zero."""
+    """Format an error to three digits. It is infinite if only the exact mean is zero."""
     return f"{value:.3g}" if math.isfinite(value) else "infinite"
 
 
 def size(count: float) -> str:
-    """Bytes to three digits.
+    """Format a number of bytes to three digits.
 
     >>> size(0), size(5968), size(25_900_000), size(1.2e12), size(999_999)
     ('0 B', '5.97 kB', '25.9 MB', '1.2 TB', '1 MB')

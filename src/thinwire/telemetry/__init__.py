@@ -1,4 +1,4 @@
-"""Step records of real training, to wherever one looks: console, JSONL, TensorBoard, Weights & Biases.
+"""Step records of training, sent to the console, JSONL files, TensorBoard or Weights & Biases.
 
 Example::
 
@@ -11,3 +11,7 @@ from thinwire.telemetry.sinks import Console, JsonLines, Sink, TensorBoard, Wand
 from thinwire.telemetry.watch import Watch, as_audit_row, as_row, watch
 
 __all__ = ["Console", "JsonLines", "Sink", "TensorBoard", "WandB", "Watch", "as_audit_row", "as_row", "watch"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

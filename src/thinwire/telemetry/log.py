@@ -1,4 +1,4 @@
-"""Reads back what `JsonLines` has written: a training of months, in arrays of a few bytes a step."""
+"""Reading of the logs that `JsonLines` writes. Arrays take a few bytes per step, for long training runs."""
 
 import json
 import math
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import StateError
-from thinwire.programs.audit import Audit
+from thinwire.monitors.audit import Audit
 from thinwire.telemetry.sinks import AUDIT, Row
-from thinwire.wire.meter import GRADIENTS
 
+UNKNOWN = -1
 _AUDIT_BYTES = f"bytes/{Audit.__name__}"
 _WRONG = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
@@ -22,11 +23,13 @@ class Series:
     """The exchanges of one purpose, in the order of the log.
 
     Attributes:
-        steps: The step of each.
+        steps: The step of each exchange.
         own: Bytes that the program sent.
-        audit: Bytes of the exact mean on top; 0 where nothing was audited.
-        wire: Seconds with a collective under way; NaN where nobody can tell.
-        exposed: Seconds that backward waited; likewise.
+        audit: Additional bytes for the exact mean of an audit, or 0.
+        wire: Seconds with a collective in flight. NaN if not measured.
+        exposed: Seconds that backward waited for the network. NaN if not measured.
+        overflowed: 1 if the step was skipped, 0 if not. `UNKNOWN` in logs of an older thinwire.
+        ddp: Bytes that plain DDP would have sent. `UNKNOWN` in logs of an older thinwire.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -34,9 +37,11 @@ class Series:
     audit: "array[int]" = field(default_factory=lambda: array("q"))
     wire: "array[float]" = field(default_factory=lambda: array("d"))
     exposed: "array[float]" = field(default_factory=lambda: array("d"))
+    overflowed: "array[int]" = field(default_factory=lambda: array("b"))
+    ddp: "array[int]" = field(default_factory=lambda: array("q"))
 
     def take(self, row: Row) -> None:
-        """Add a row; what is not gradients may take several exchanges a step, which are one here."""
+        """Add a row. Several exchanges in one step are joined, except those of gradients."""
         audit = row.get(_AUDIT_BYTES, 0)
         values: tuple[tuple[Any, float], ...] = (
             (self.own, (row["bytes_sent"] or 0) - audit),
@@ -48,6 +53,8 @@ class Series:
         again = purpose != GRADIENTS and len(self.steps) > 0 and self.steps[-1] == step
         if not again:
             self.steps.append(step)
+            self.overflowed.append(int(row.get("overflowed", UNKNOWN)))
+            self.ddp.append(int(row.get("ddp_bytes", UNKNOWN)))
         for column, value in values:
             if again:
                 column[-1] += value
@@ -57,7 +64,13 @@ class Series:
 
 @dataclass
 class Parameter:
-    """One parameter through all audits; `residual` is the latest."""
+    """The errors of one parameter in all audits.
+
+    Attributes:
+        steps: The step of each audit.
+        errors: The relative error in each audit.
+        residual: The norm of the residuals in the latest audit.
+    """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     errors: "array[float]" = field(default_factory=lambda: array("d"))
@@ -66,7 +79,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Audited:
-    """One audit without its parameters; errors may be infinite."""
+    """One audit without its parameters. Errors may be infinite."""
 
     step: int
     of: str
@@ -82,19 +95,24 @@ class Log:
     """A whole training log.
 
     Attributes:
-        series: By purpose: `"gradients"`, `"models"`, `"parameters"`.
-        parameters: By name.
-        cut: Whether the last line was cut off, and left out.
+        series: The exchanges by purpose: `"gradients"`, `"models"`, `"parameters"`.
+        audits: All audits, in the order of the log.
+        parameters: The audited parameters by name.
+        cut: Whether the last line was incomplete and therefore ignored.
+        rank: The rank that wrote the log. None in logs of an older thinwire.
+        world_size: The number of ranks at the end of the log. None in logs of an older thinwire.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
     audits: list[Audited] = field(default_factory=list)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     cut: bool = False
+    rank: int | None = None
+    world_size: int | None = None
 
     @staticmethod
     def of(rows: Iterable[Row]) -> "Log":
-        """The log of these rows."""
+        """Make a log from rows."""
         log = Log()
         for row in rows:
             log.take(row)
@@ -102,7 +120,11 @@ class Log:
 
     @staticmethod
     def load(path: Path) -> "Log":
-        """Read a file of `JsonLines`; raises StateError where it is damaged, except for a cut-off end."""
+        """Read a file of `JsonLines`. An incomplete last line is ignored.
+
+        Raises:
+            StateError: The file cannot be read, is damaged, mixes ranks or has no complete step.
+        """
         log = Log()
         try:
             for number, line in _lines(path):
@@ -117,7 +139,19 @@ class Log:
         return log
 
     def take(self, row: Row) -> None:
-        """Add a step, or an audit."""
+        """Add a row of a step or an audit.
+
+        Raises:
+            StateError: The row is of another rank than the rows before.
+        """
+        rank = row.get("rank", self.rank)
+        if self.rank is not None and rank != self.rank:
+            raise StateError(
+                f"rows of rank {rank} follow rows of rank {self.rank}, and bytes and times of several ranks"
+                " do not add up: give every rank its own file, as telemetry.watch(..., ranks='all') does"
+                f""", or split this one, as by grep '"rank": {rank},'"""
+            )
+        self.rank, self.world_size = rank, row.get("world_size", self.world_size)
         purpose = row.get("purpose", GRADIENTS)
         if purpose == AUDIT:
             self._take_audit(row)
@@ -132,15 +166,17 @@ class Log:
                 self.cut = True
                 return
             raise StateError(
-                f"{path} is damaged in line {number} ({error}): look at it with sed -n {number}p, and take it"
-                f" out with sed -i {number}d"
+                f"{path} is damaged in line {number} ({error}): show it with sed -n {number}p, and remove it"
+                f" with sed -i {number}d"
             ) from error
         try:
             self.take(row)
+        except StateError as error:
+            raise StateError(f"{path}, line {number}: {error}") from error
         except _WRONG as error:
             raise StateError(
-                f"{path} has something else than a row of telemetry in line {number} ({error!r}): is it a"
-                " file of telemetry.JsonLines alone?"
+                f"{path}, line {number} is not a row of telemetry ({error!r}): give a file that only"
+                " telemetry.JsonLines writes"
             ) from error
 
     def _take_audit(self, row: Row) -> None:
@@ -159,7 +195,7 @@ class Log:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file is one of `JsonLines`: by its name, or its first line, which may be cut off."""
+    """Return whether a file is a log of `JsonLines`, judged by its first line and its name."""
     try:
         with path.open("rb") as file:
             line = file.readline(1 << 16)

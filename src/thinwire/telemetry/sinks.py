@@ -1,45 +1,64 @@
-"""Where rows go. A sink has `write(row)` and `close()`; each imports its library when it is made."""
+"""Sinks, which write rows to a console, a file or a tracking service. A sink has `write(row)` and `close()`.
+
+A sink imports its library in the constructor. It opens its file or run with the first row, because ranks that
+must not write receive none.
+"""
 
 import importlib
 import json
 import math
+import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, runtime_checkable
 
+from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.wire.meter import GRADIENTS
 
 Row = dict[str, Any]
-"""A step's figures by name: numbers, None where nobody can tell, and under `purpose` what was exchanged.
+"""A step's figures by name. Values are numbers, or None if not known. `purpose` names what was exchanged.
 
-Audits are rows too, of purpose `"audit"`.
+`rank` is the rank in the job that measured them, `world_size` the number of ranks that exchange.
+In rows of gradients, `overflowed` is true if the step was skipped. Audits have the purpose `"audit"`.
 """
 
 AUDIT = "audit"
 _LONGEST_LINE = 1 << 20
+_PLACE = ("step", "purpose", "rank", "world_size")
 
 
 class Sink(Protocol):
-    """Anything that takes rows."""
+    """A destination of rows."""
 
     def write(self, row: Row) -> None:
-        """Take one step's figures."""
+        """Write the figures of one step.
+
+        Args:
+            row: The figures by name, all of them plain values.
+        """
 
     def close(self) -> None:
-        """No more will come."""
+        """Close the sink. No row follows."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A sink that can tell before the first row whether it can write."""
+
+    def check_writable(self) -> None:
+        """Raise OptionError if rows cannot be written. Called on ranks that write."""
 
 
 class Console:
-    """One line on stderr every so many steps.
+    """A sink that prints lines to stderr.
 
     Args:
-        every: How many steps to a line.
-        console: A rich console of your own.
+        every: The number of steps between lines. Audits are always printed.
+        console: A rich console to print to. None for a new one on stderr.
     """
 
     def __init__(self, every: int = 1, console: Any = None) -> None:
         if every < 1:
-            raise OptionError(f"every={every} must be at least 1: it is the number of steps to a line")
+            raise OptionError(f"every={every} must be at least 1: it is the number of steps between lines")
         if console is None:
             rich_console = _library("rich.console", "the console sink", "thinwire[cli]")
             console = rich_console.Console(stderr=True, highlight=False)
@@ -47,66 +66,101 @@ class Console:
         self._every = every
 
     def write(self, row: Row) -> None:
-        """Print the step's bytes and times, if it is its turn; of an audit, what it has found."""
+        """Print the bytes and times of every n-th step, and the errors of every audit."""
+        rank = _rank(row)
+        whose = f"rank {rank}  " if rank else ""
         if row.get("purpose") == AUDIT:
-            self._console.print(_audit_line(row), markup=False)
+            self._console.print(f"{whose}{_audit_line(row)}", markup=False)
             return
         if (row["step"] or 0) % self._every:
             return
         sent = f"{(row['bytes_sent'] or 0) / 1e6:.3f} MB"
-        times = ((name, row[f"{name}_seconds"]) for name in ("compute", "wire", "exposed"))
+        times = ((name, row[f"{name}_seconds"]) for name in ("encode", "wire", "exposed"))
         shown = "  ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times if seconds is not None)
         purpose = row.get("purpose", GRADIENTS)
         what = "step" if purpose == GRADIENTS else f"{purpose} after step"
-        self._console.print(f"{what} {row['step']}  sent {sent}  {shown}", markup=False)
+        end = "  overflowed" if row.get("overflowed") else ""
+        self._console.print(f"{whose}{what} {row['step']}  sent {sent}  {shown}{end}", markup=False)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as no resource is held."""
 
 
 class JsonLines:
-    """One JSON object a line, appended to a file, whole after every step."""
+    """A sink that appends one JSON object per line to a file. The file is complete after every step.
+
+    Args:
+        path: The file of rank 0. Other ranks, if they write, use files beside it. For `steps.jsonl`, rank 1
+            writes `steps-rank1.jsonl`. The folder must exist on the hosts of the ranks that write.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            _cut_off_half_a_line(Path(path))
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until close()
-        except OSError as error:
-            raise OptionError(f"path={str(path)!r} cannot be written: {error.strerror}") from error
+        self._path = Path(path)
+        self._file: TextIO | None = None
+
+    def check_writable(self) -> None:
+        """Raise OptionError if the file cannot be written. Ranks that do not write need no folder."""
+        if self._path.is_dir():
+            raise self._not_writable("it is a folder")
+        if not os.access(self._path if self._path.exists() else self._path.parent, os.W_OK):
+            raise self._not_writable("its folder does not exist, or you may not write to it")
 
     def write(self, row: Row) -> None:
-        """Append a line."""
+        """Append a line. The first row opens the file."""
+        if self._file is None:
+            self._file = self._open(_rank(row))
         self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, rank: int) -> TextIO:
+        name = f"{self._path.stem}-rank{rank}{self._path.suffix}" if rank else self._path.name
+        path = self._path.with_name(name)
+        try:
+            _remove_incomplete_line(path)
+            return path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise self._not_writable(str(error.strerror)) from error
+
+    def _not_writable(self, why: str) -> OptionError:
+        return OptionError(
+            f"path={str(self._path)!r} cannot be written: {why}; create its folder, or choose another"
+        )
 
 
 class TensorBoard:
-    """Scalars under `thinwire/`, by step.
+    """A sink that adds scalars under `thinwire/` to TensorBoard.
 
     Args:
-        folder: Where TensorBoard looks; ignored where `writer` is given.
-        writer: A `torch.utils.tensorboard.SummaryWriter` of your own; it stays open.
+        folder: The log folder of TensorBoard. Ignored if `writer` is given. Ranks other than 0, if they
+            write, use folders in it, such as `rank1`.
+        writer: A `torch.utils.tensorboard.SummaryWriter` to use. `close()` leaves it open.
     """
 
     def __init__(self, folder: str | Path = "runs", writer: Any = None) -> None:
         self._own = writer is None
+        self._folder = Path(folder)
         if writer is None:
             _library("tensorboard", "the TensorBoard sink", "tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(folder))
         self._writer = writer
 
     def write(self, row: Row) -> None:
         """Add the step's scalars."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            rank = _rank(row)
+            self._writer = SummaryWriter(str(self._folder / f"rank{rank}" if rank else self._folder))
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write buffered scalars, and close the writer unless it was given."""
+        if self._writer is None:
+            return
         if self._own:
             self._writer.close()
         else:
@@ -114,32 +168,43 @@ class TensorBoard:
 
 
 class WandB:
-    """Values under `thinwire/`, logged to a Weights & Biases run.
+    """A sink that logs values under `thinwire/` to a Weights & Biases run.
 
     Args:
-        run: Yours; by default the active one, or else a new one. It stays open: call `wandb.finish()`.
+        run: The run to use. By default the active one, or else a new one. `close()` leaves it open, so call
+            `wandb.finish()`. If several ranks write, each has its own run. `thinwire/rank` is the rank.
     """
 
     def __init__(self, run: Any = None) -> None:
-        if run is None:
-            wandb = _library("wandb", "the W&B sink", "wandb")
-            run = wandb.run or wandb.init()
+        self._wandb = _library("wandb", "the W&B sink", "wandb") if run is None else None
         self._run = run
 
     def write(self, row: Row) -> None:
-        """Log the step's values; the step goes along as a value, so that your own count is left alone."""
-        self._run.log({"thinwire/step": row["step"], **_scalars(row)})
+        """Log the values of one step. The step is a value too, as W&B's own step count is yours to use."""
+        if self._run is None and self._wandb is not None:
+            self._run = self._wandb.run or self._wandb.init()
+        place = {"thinwire/step": row["step"], "thinwire/rank": _rank(row)}
+        self._run.log({**place, **_scalars(row)})
 
     def close(self) -> None:
-        """The run is the user's."""
+        """Do nothing, as the run belongs to the user."""
 
 
 def _scalars(row: Row) -> dict[str, float | int]:
-    """By name; what is exchanged beside gradients has names of its own."""
+    """Return the row's numbers by name, under `thinwire/` and the purpose unless it is gradients."""
     purpose = row.get("purpose", GRADIENTS)
     place = "thinwire" if purpose == GRADIENTS else f"thinwire/{purpose}"
-    shown = {name: value for name, value in row.items() if name not in ("step", "purpose")}
-    return {f"{place}/{name}": value for name, value in shown.items() if isinstance(value, int | float)}
+    shown = {name: value for name, value in row.items() if name not in _PLACE}
+    return {
+        f"{place}/{name}": int(value) if isinstance(value, bool) else value
+        for name, value in shown.items()
+        if isinstance(value, int | float)
+    }
+
+
+def _rank(row: Row) -> int:
+    """Return the rank of a row, or 0 if the row does not have it."""
+    return int(row.get("rank", 0))
 
 
 def _audit_line(row: Row) -> str:
@@ -148,8 +213,8 @@ def _audit_line(row: Row) -> str:
     return f"audit of step {row['step']}  {found}  {row['action']}".rstrip()
 
 
-def _cut_off_half_a_line(path: Path) -> None:
-    """What a killed process has left at the end of its log, so that the next line is whole."""
+def _remove_incomplete_line(path: Path) -> None:
+    """Remove an incomplete last line, left by a killed process, so that the next line is valid."""
     if not path.is_file():
         return
     with path.open("rb+") as file:

@@ -1,50 +1,93 @@
-"""Brings finished step records to sinks, on the training loop's own thread."""
+"""Delivery of finished step records to sinks, on the training loop's own thread."""
 
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.handle import Wire
-from thinwire.programs.audit import AuditRecord
-from thinwire.telemetry.sinks import AUDIT, Row, Sink
-from thinwire.wire.meter import StepRecord
+from thinwire.ddp.internals import called_module
+from thinwire.ddp.unwrap import ddp_of
+from thinwire.engine.meter import GRADIENTS, StepRecord
+from thinwire.errors import OptionError
+from thinwire.monitors.audit import AuditRecord
+from thinwire.telemetry.sinks import AUDIT, Checked, Row, Sink
+from thinwire.wire import Wire
+
+Ranks: TypeAlias = Literal["rank0", "all"]
+"""The ranks that send their rows to sinks."""
 
 
-def watch(ddp: DistributedDataParallel, wire: Wire, *sinks: Sink) -> "Watch":
-    """Send every finished step of `wire` to `sinks`, from the start of the next forward pass.
+def watch(ddp: nn.Module, wire: Wire, *sinks: Sink, ranks: Ranks = "rank0") -> "Watch":
+    """Send every finished step of `wire` to `sinks`.
 
-    The training loop stays as it is. Call it on the ranks whose figures you want, rank 0 mostly: records are
-    each rank's own. `close()` it, or use it as a context manager, so that the last step arrives too.
+    A step is sent when the next forward pass begins. The training loop does not change. Call `watch` on
+    every rank. By default only the first rank of the model's process group writes, and sinks of the other
+    ranks open no file. Call `close()`, or use the result as a context manager, to send the last step.
+
+    Rows carry the rank in the whole job, and sinks separate ranks by it. If several groups train in one job,
+    as with tensor parallelism, the first rank of each group writes, each to its own file.
 
     Args:
         ddp: The model that the wire belongs to.
-        wire: What `attach` returned.
-        sinks: Anything with `write(row)` and `close()`.
+        wire: The result of `attach`.
+        *sinks: Objects with `write(row)` and `close()`.
+        ranks: `"rank0"`, the first rank of the group, or `"all"`. With `"all"` every rank writes its own
+            rows, and sinks separate them. Rank 1's `JsonLines("steps.jsonl")` is `steps-rank1.jsonl`, its
+            `TensorBoard("runs")` is `runs/rank1`, its lines on the console begin with `rank 1`, and its
+            `WandB()` is a separate run.
+
+    Returns:
+        The running watch.
+
+    Raises:
+        OptionError: `ranks` has another value, or a file of this rank cannot be written.
+
+    Example::
+
+        with telemetry.watch(ddp, wire, telemetry.JsonLines("steps.jsonl")):
+            train(ddp)
     """
-    return Watch(ddp, wire, sinks)
+    if ranks not in get_args(Ranks):
+        raise OptionError(f"ranks={ranks!r} is not one of {', '.join(map(repr, get_args(Ranks)))}")
+    return Watch(ddp_of(ddp), wire, sinks, ranks)
 
 
 class Watch:
-    """A running `watch`; the context manager closes it."""
+    """The handle of a running `watch`. As a context manager it closes itself."""
 
-    def __init__(self, ddp: DistributedDataParallel, wire: Wire, sinks: tuple[Sink, ...]) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, wire: Wire, sinks: tuple[Sink, ...], ranks: Ranks = "rank0"
+    ) -> None:
+        group = ddp.process_group
+        # Not the rank in the group: in a job of several groups, each of them has a rank 0.
+        self._place = {"rank": dist.get_rank(), "world_size": group.size()}
         self._wire = wire
         self._sinks = sinks
-        self._latest = wire.stats().last
+        self._silent = ranks == "rank0" and group.rank() != 0
+        for sink in sinks:
+            if isinstance(sink, Checked) and not self._silent:
+                sink.check_writable()
+        self._seen = wire.stats().exchanges
         self._audited = wire.audits()[-1:]
-        self._hook = ddp.register_forward_pre_hook(lambda module, args: self.flush())
+        flush = torch.compiler.disable(lambda module, args: self.flush())
+        self._hook = called_module(ddp).register_forward_pre_hook(flush)
 
     def flush(self) -> None:
-        """Send what has finished since the last time."""
-        records = self._wire.stats().records
-        known = next((place for place, record in enumerate(records, 1) if record is self._latest), 0)
-        for record in records[known:]:
-            self._latest = record
+        """Send the steps and audits that have finished since the last call."""
+        if self._silent:
+            return
+        stats = self._wire.stats()
+        new = min(stats.exchanges - self._seen, len(stats.records))
+        for record in stats.records[len(stats.records) - new :]:
+            self._seen += 1
             self._send(as_row(record))
+        self._seen = stats.exchanges  # the history may have dropped some before they were sent
         audits = self._wire.audits()
         known = next((place for place, audit in enumerate(audits, 1) if audit in self._audited), 0)
         for audit in audits[known:]:
@@ -53,12 +96,12 @@ class Watch:
 
     def _send(self, row: Row) -> None:
         for sink in self._sinks:
-            sink.write(row)
+            sink.write(row | self._place)
 
     def close(self) -> None:
-        """Send the rest, and end; a second call does nothing."""
+        """Send the remaining steps and close all sinks. A second call does nothing."""
         self._hook.remove()
-        with ExitStack() as closing:  # one that fails does not keep the others open
+        with ExitStack() as closing:  # close the other sinks even if one fails
             for sink in self._sinks:
                 closing.callback(sink.close)
             self.flush()
@@ -74,13 +117,18 @@ class Watch:
 
 
 def as_row(record: StepRecord) -> Row:
-    """A step as plain values; times are None on accelerators, where nobody can tell without stopping them."""
+    """Convert a step to plain values.
+
+    Times are None on accelerators, where measuring them would need a synchronisation.
+    """
     by_kind: Mapping[str, Any] = {f"bytes/{kind}": count for kind, count in record.bytes_by_kind.items()}
+    of_gradients: Mapping[str, Any] = {"overflowed": record.overflowed, "ddp_bytes": record.ddp_bytes}
     return {
         "step": record.step,
         "purpose": record.purpose,
+        **(of_gradients if record.purpose == GRADIENTS else {}),
         "bytes_sent": record.bytes_sent,
-        "compute_seconds": record.compute_seconds,
+        "encode_seconds": record.encode_seconds,
         "wire_seconds": record.wire_seconds,
         "exposed_seconds": record.exposed_seconds,
         "collectives": len(record.ops),
@@ -89,7 +137,7 @@ def as_row(record: StepRecord) -> Row:
 
 
 def as_audit_row(audit: AuditRecord) -> Row:
-    """An audit as plain values: the errors and residuals of all parameters by name, and what followed."""
+    """Convert an audit to plain values, with errors and residuals by parameter and the action taken."""
     return {
         "step": audit.step,
         "purpose": AUDIT,
@@ -105,5 +153,5 @@ def as_audit_row(audit: AuditRecord) -> Row:
 
 
 def _finite(error: float) -> float | None:
-    """JSON has no infinity, which an error is where the exact mean is zero and the compressed one is not."""
+    """Replace an infinite error by None for JSON. It is infinite if only the exact mean is zero."""
     return error if math.isfinite(error) else None

@@ -1,4 +1,4 @@
-"""What a codec must do to be used on gradients."""
+"""Tests of the properties that a codec needs for gradients."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,21 @@ _MANY = 1 << 16
 
 
 def check_codec(codec: Codec) -> None:
-    """Run a codec through the battery; AssertionError says which rule it breaks, and how.
+    """Check that a codec can be used on gradients.
 
-    Any number of numbers, shapes and dtypes; zeros stay zeros; an encoding's form depends on its length
-    alone; an overflow cannot hide; bytes are as `wire_bits` promises; with error feedback everything arrives
-    in the end; four simulated ranks agree and lose nothing.
+    - It accepts any length, shape and floating-point dtype.
+    - Zeros are decoded to zeros.
+    - The dtypes and shapes of an encoding depend only on its length.
+    - A non-finite input gives a non-finite output.
+    - The encoding has the size that `wire_bits` declares.
+    - With error feedback, the mean of what is decoded approaches the input.
+    - Four simulated ranks receive the same mean, and nothing is lost between mean and errors.
+
+    Args:
+        codec: The codec to check.
+
+    Raises:
+        AssertionError: The codec breaks a rule. The message says which one.
 
     Example::
 
@@ -33,7 +43,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def programs_for(codec: Codec) -> list[Program]:
-    """The exchanges that a codec is made for."""
+    """Return the programs that can use a codec."""
     return [TwoShot(codec), Gathered(codec), *([Reduced(codec)] if codec.additive else [])]
 
 
@@ -53,39 +63,39 @@ def _any_size(codec: Codec) -> None:
     for size in _SIZES:
         x = _numbers(size)
         before, parts = x.clone(), codec.encode(x)
-        assert torch.equal(x, before), f"{codec} changes its input, of {size} numbers"
+        assert torch.equal(x, before), f"{codec} modifies its input of {size} numbers"
         assert all(part.data_ptr() != x.data_ptr() for part in parts if part.numel()), (
-            f"{codec} returns its input"
+            f"{codec} returns its input instead of a copy"
         )
         into = torch.full((size,), math.nan)
         assert codec.decode(parts, into) is into, f"{codec} does not return `into`"
-        assert into.isfinite().all(), f"{codec} leaves some of {size} numbers unwritten, or not finite"
+        assert into.isfinite().all(), f"{codec} leaves some of {size} numbers unwritten or non-finite"
 
 
 def _any_shape_and_dtype(codec: Codec) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         x = _numbers(5, 3, 7, dtype=dtype)
         back, flat = _round_trip(codec, x), _round_trip(codec, x.flatten())
-        assert (back.shape, back.dtype) == (x.shape, dtype), f"{codec} turns {dtype} into {back.dtype}"
-        assert torch.equal(back.flatten(), flat), f"{codec} minds the shape of {dtype}"
+        assert (back.shape, back.dtype) == (x.shape, dtype), f"{codec} decodes {dtype} to {back.dtype}"
+        assert torch.equal(back.flatten(), flat), f"{codec} depends on the shape of its input ({dtype})"
         single = _round_trip(codec, x.flatten().float()).to(dtype)
         assert torch.equal(flat, single), (
-            f"{codec} encodes {dtype} otherwise than the same numbers in float32"
+            f"{codec} encodes {dtype} differently from the same numbers in float32"
         )
 
 
 def _zeros(codec: Codec) -> None:
     for size in _SIZES:
         back = _round_trip(codec, torch.zeros(size))
-        assert not back.any(), f"{codec} makes something of {size} zeros: {back[:5]}"
+        assert not back.any(), f"{codec} decodes {size} zeros to other values: {back[:5]}"
 
 
 def _extremes(codec: Codec) -> None:
     for factor in (1e-45, 1e-38, 1e-36, 1e-35, 1e-34, 1e-33, 1e-20, 1e4):
         back = _round_trip(codec, factor * _numbers(1000).clamp(-4, 4))
-        assert back.isfinite().all(), f"{codec} makes {back} of numbers about {factor:g}"
+        assert back.isfinite().all(), f"{codec} decodes numbers of magnitude {factor:g} to {back}"
         assert back.abs().max() <= 8 * factor, (
-            f"{codec} makes {back.abs().max():g} of numbers about {factor:g}"
+            f"{codec} decodes numbers of magnitude {factor:g} to {back.abs().max():g}"
         )
 
 
@@ -103,16 +113,16 @@ def _overflow_shows(codec: Codec) -> None:
             x = _numbers(1000)
             x[place] = bad
             assert not _round_trip(codec, x).isfinite().all(), (
-                f"{codec} hides {bad} at {place}: ranks would miss it"
+                f"{codec} hides {bad} at index {place}: ranks would not detect the overflow"
             )
 
 
-def _bytes_as_promised(codec: Codec) -> None:
+def _bytes_as_declared(codec: Codec) -> None:
     parts = codec.encode(_numbers(_MANY))
     bits = 8 * sum(part.numel() * part.element_size() for part in parts) / _MANY
-    promised = codec.wire_bits
-    assert abs(bits - promised) <= 0.02 * promised, (
-        f"{codec} promises {promised} bits a number and takes {bits}"
+    declared = codec.wire_bits
+    assert abs(bits - declared) <= 0.02 * declared, (
+        f"{codec} declares wire_bits={declared} and uses {bits} bits per number"
     )
 
 
@@ -121,21 +131,23 @@ def _adding_is_decoding(codec: Codec) -> None:
         parts, start = codec.encode(_numbers(size)), torch.full((size,), 3.0)
         expected = start - 0.5 * codec.decode(parts, torch.empty(size))
         codec.add(parts, start, -0.5)
-        assert torch.allclose(start, expected, atol=1e-6), f"{codec} adds something else than it decodes"
+        assert torch.allclose(start, expected, atol=1e-6), (
+            f"{codec}: add() adds other values than decode() returns"
+        )
 
 
 def _sums_where_it_says_so(codec: Codec) -> None:
     if codec.additive:
         a, b = _numbers(1000), _numbers(1000).flip(0)
         total = tuple(one + other for one, other in zip(codec.encode(a), codec.encode(b), strict=True))
-        apart = _round_trip(codec, a) + _round_trip(codec, b)
+        separate = _round_trip(codec, a) + _round_trip(codec, b)
         together = codec.decode(total, torch.empty(1000))
-        error = (together - apart).norm() / apart.norm()
-        assert error < 0.01, f"{codec} says that its encodings add up, but they are off by {error:.1%}"
+        error = (together - separate).norm() / separate.norm()
+        assert error < 0.01, f"{codec} is declared additive, but a sum of encodings is off by {error:.1%}"
 
 
 def _feedback_gets_everything_across(codec: Codec) -> None:
-    """Send the same numbers again and again: their mean must arrive, to the last number."""
+    """Check that repeated sending with error feedback delivers all numbers, also the last ones."""
     for size in (1, 257, 1000):
         x, steps = _numbers(size), 600
         residual = torch.zeros(size)
@@ -164,7 +176,7 @@ _CHECKS: tuple[Callable[[Codec], None], ...] = (
     _extremes,
     _form_depends_on_length_alone,
     _overflow_shows,
-    _bytes_as_promised,
+    _bytes_as_declared,
     _adding_is_decoding,
     _sums_where_it_says_so,
     _feedback_gets_everything_across,

@@ -1,4 +1,4 @@
-"""What a communication hook must do on real ranks: for anybody's hooks, thinwire's or not."""
+"""Tests of any DDP communication hook on real ranks."""
 
 import math
 import multiprocessing
@@ -28,10 +28,10 @@ _WIDTH = 32
 
 @dataclass(frozen=True)
 class HookReport:
-    """What `check_hook` saw.
+    """The result of `check_hook`.
 
     Attributes:
-        errors: Of each step, how far the gradients were from the exact mean, relative to its norm.
+        errors: The distance of the gradients from the exact mean in each step, relative to its norm.
     """
 
     errors: tuple[float, ...]
@@ -45,17 +45,24 @@ def check_hook(
     tolerance: float = 0.02,
     seconds: float = 60,
 ) -> HookReport:
-    """Train on real Gloo ranks with a hook, many buckets and random delays.
+    """Check a communication hook on real Gloo ranks, with many buckets and random delays.
 
-    Every rank must end each backward with the same gradients, bit by bit, within `tolerance` of the exact
-    mean of the same step, and in time. AssertionError says what went wrong.
+    After each backward all ranks must hold bit-identical gradients within `tolerance` of the exact mean.
 
     Args:
-        register: Gives a DDP model its hook; a function of a module, since other processes import it.
-        ranks: Processes to start.
-        steps: Backward passes.
-        tolerance: The distance allowed, relative to the mean's norm.
-        seconds: After which a run is taken for a hang.
+        register: Registers the hook on a DDP model. It must be a function of a module, because other
+            processes import it.
+        ranks: The number of processes to start.
+        steps: The number of backward passes.
+        tolerance: The largest distance from the exact mean, relative to its norm.
+        seconds: The time after which ranks are considered to hang.
+
+    Returns:
+        The measured errors.
+
+    Raises:
+        AssertionError: The hook fails. The message says how.
+        OptionError: An argument has a wrong value.
 
     Example::
 
@@ -67,12 +74,13 @@ def check_hook(
     """
     for name, value in (("ranks", ranks), ("steps", steps)):
         if value < 1:
-            raise OptionError(f"{name}={value!r} must be at least 1: or nothing is checked")
+            raise OptionError(f"{name}={value!r} must be at least 1: nothing would be checked")
     try:
         pickle.dumps(register)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise OptionError(
-            f"register={register!r} cannot be sent to other processes ({error}): write a def in a module"
+            f"register={register!r} cannot be sent to other processes ({error}): define it with def at the"
+            " top level of a module"
         ) from error
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +106,7 @@ def check_hook(
 
 
 def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
-    """Every rank's results; the first that fails is the cause, and speaks."""
+    """Return the results of every rank, or raise the error of the rank that fails first."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + seconds
     while len(results) < len(pipes):
@@ -110,7 +118,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
             try:
                 results[rank] = pipes[rank].recv()
             except EOFError:
-                raise AssertionError(f"rank {rank} died: the hook aborts the process") from None
+                raise AssertionError(f"rank {rank} died: the hook aborted the process") from None
             assert not isinstance(results[rank], str), f"rank {rank} raised:\n{results[rank]}"
     return [results[rank] for rank in range(len(pipes))]
 
@@ -125,7 +133,7 @@ def _judge(results: list[Any], tolerance: float) -> HookReport:
             )
         exact = torch.stack([torch.as_tensor(own) for _, own in by_rank]).double().mean(0)
         errors.append(float((received[0] - exact).norm() / exact.norm()))
-        assert math.isfinite(errors[-1]), f"step {step}: the gradients are not finite"
+        assert math.isfinite(errors[-1]), f"step {step}: the gradients are non-finite"
         assert errors[-1] <= tolerance, (
             f"step {step}: the gradients are off by {errors[-1]:.2%} of the exact mean, more than the"
             f" {tolerance:.2%} allowed"
@@ -159,7 +167,7 @@ def _train(
 
 
 def _gradients(register: Callable[[DistributedDataParallel], Any], rank: int, steps: int) -> list[Any]:
-    """Of each step: the averaged gradients, and this rank's own before averaging, as plain arrays."""
+    """Return, for each step, the averaged gradients and this rank's own ones, as lists of numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(module for _ in range(6) for module in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)

@@ -1,11 +1,11 @@
-"""What a program must do to average gradients."""
+"""Tests of the properties that a program needs to average gradients."""
 
 import math
 
 import torch
 
-from thinwire.programs.overflow import all_finite
-from thinwire.programs.program import Program
+from thinwire.programs.finite import all_finite
+from thinwire.programs.program import Program, carries_exact
 from thinwire.testing.ranks import SimulatedRanks
 
 _SHAPES = {"weight": (24, 17), "bias": (24,), "scale": ()}
@@ -20,21 +20,25 @@ def check_program(
     tolerance: float | None = 0.3,
     loses: float = 0.005,
 ) -> None:
-    """Run a program on simulated ranks; AssertionError says which rule it breaks.
+    """Check a program on simulated ranks.
 
-    Every rank receives the same mean, bit by bit, whatever the gradients' magnitude; of gradients that stay
-    the same, what arrives is the exact mean on average; where it tracks its error, the mean of what was given
-    is the mean that is received plus the mean of the errors; an infinite or NaN number on one rank reaches
-    all, and what is remembered stays as it was.
+    - All ranks receive bit-identical means, at any magnitude of the gradients.
+    - If gradients stay the same, the average of the means over steps is the exact mean.
+    - If the program tracks errors, the received mean plus the mean of the errors is the exact mean.
+    - If the program carries exact parameters beside others (`carries_exact`), their means are exact.
+    - A non-finite number on one rank gives a non-finite mean on all ranks, and memories stay unchanged.
 
     Args:
-        program: What is checked.
-        ranks: How many.
-        steps: How many, for the average.
-        tolerance: How far the average may be from the exact mean, relative to it. None: however far, for
-            programs that need an error feedback they have not.
-        loses: What may be missing from mean and errors together, relative to what was given: sums in 16 bits
-            are rounded where no rank can see it.
+        program: The program to check.
+        ranks: The number of ranks.
+        steps: The number of steps to average over.
+        tolerance: The largest distance of that average from the exact mean, relative to it. None to skip
+            this check, for programs that need error feedback and do not have it.
+        loses: The largest difference between the exact mean and the sum of mean and errors, relative to the
+            exact mean. Sums in 16 bits are rounded where no rank can observe it.
+
+    Raises:
+        AssertionError: The program breaks a rule. The message says which one.
 
     Example::
 
@@ -44,6 +48,8 @@ def check_program(
     if tolerance is not None:
         _average(program, ranks, steps, tolerance)
     _lose_nothing(program, ranks, loses)
+    if carries_exact(program):
+        _carry(program, ranks)
     for bad in (math.inf, -math.inf, math.nan):
         _overflow(program, ranks, bad)
 
@@ -60,11 +66,11 @@ def _agree(program: Program, count: int) -> None:
         means = [outcome.mean for outcome in ranks.step(gradients)]
         for rank, mean in enumerate(means):
             assert torch.equal(mean, means[0]), f"{program}: ranks 0 and {rank} receive different means"
-            assert all_finite(mean), f"{program}: the mean of finite gradients is not finite"
+            assert all_finite(mean), f"{program}: the mean of finite gradients is non-finite"
 
 
 def _average(program: Program, count: int, steps: int, tolerance: float) -> None:
-    """Over its latter half, so that a program may begin otherwise."""
+    """Check the average over the second half of the steps, after a possible warm-up."""
     ranks, gradients = SimulatedRanks(program, _SHAPES, count), _gradients(count, 0)
     exact, arrived = torch.stack(gradients).mean(0), torch.zeros(_LENGTH)
     for step in range(steps):
@@ -74,7 +80,7 @@ def _average(program: Program, count: int, steps: int, tolerance: float) -> None
     for what, part in (("all", slice(None)), ("the last", slice(-5, None))):
         off = (found - exact)[part].norm() / exact[part].norm()
         assert off <= tolerance, (
-            f"{program}: of {what} gradients that stay the same, what arrives in {steps} steps is off by"
+            f"{program}: the average over {steps} steps of {what} gradients that stay the same is off by"
             f" {off:.0%} of their mean"
         )
 
@@ -84,11 +90,23 @@ def _lose_nothing(program: Program, count: int, loses: float) -> None:
     outcomes = SimulatedRanks(program, _SHAPES, count).step(gradients, track_error=True)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
-        assert len(errors) == count, f"{program}: only some ranks track their errors"
+        assert len(errors) == count, f"{program}: only some ranks return their errors"
         given = torch.stack(gradients).double().mean(0)
         accounted = outcomes[0].mean.double() + torch.stack(errors).double().mean(0)
         off = (given - accounted).norm() / given.norm()
-        assert off <= loses, f"{program}: mean and errors together miss {off:.2%} of what ranks gave"
+        assert off <= loses, f"{program}: mean and errors together differ by {off:.2%} from the exact mean"
+
+
+def _carry(program: Program, count: int) -> None:
+    """Check that the mean of the vectors is exact beside that of the matrix."""
+    ranks = SimulatedRanks(program, _SHAPES, count, exact=("bias", "scale"))
+    start = math.prod(_SHAPES["weight"])
+    for step in range(3):
+        gradients = _gradients(count, step)
+        exact = torch.stack(gradients).double().mean(0)[start:]
+        for outcome in ranks.step(gradients):
+            off = (outcome.mean[start:].double() - exact).abs().max()
+            assert off <= 1e-5, f"{program}: the mean of parameters in bucket.exact is off by {off:.2g}"
 
 
 def _overflow(program: Program, count: int, bad: float) -> None:
@@ -99,7 +117,9 @@ def _overflow(program: Program, count: int, bad: float) -> None:
     gradients = _gradients(count, 4)
     gradients[-1][_LENGTH // 3] = bad
     for rank, outcome in enumerate(ranks.step(gradients)):
-        assert not all_finite(outcome.mean), f"{program}: rank {rank} does not learn of the last rank's {bad}"
+        assert not all_finite(outcome.mean), (
+            f"{program}: the last rank's {bad} does not reach the mean of rank {rank}"
+        )
     for rank, memory in enumerate(ranks.memories):
         for name, slots in memory.state_dict().items():
             for key, tensor in slots.items():

@@ -1,18 +1,24 @@
-"""A program on several ranks in this process, over many steps."""
+"""Simulation of a program on several ranks in one process, over many steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from thinwire.engine.pack import pack
+from thinwire.engine.simulate import simulate
+from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.overflow import is_finite
 from thinwire.programs.program import Bucket, Outcome, Program
-from thinwire.wire.pack import pack
-from thinwire.wire.simulate import simulate
 
 
 class SimulatedRanks:
-    """Ranks that average gradients with a program, each with a memory of its own; no network.
+    """Simulated ranks that average gradients with a program, each with its own memory and without a network.
+
+    Args:
+        program: The program that averages.
+        shapes: The shapes of the parameters by name.
+        count: The number of ranks.
+        exact: The names of parameters whose mean must be exact, for programs with `carries_exact`.
 
     >>> from thinwire import Exact
     >>> ranks = SimulatedRanks(Exact(), {"weight": (2,)}, count=2)
@@ -20,16 +26,31 @@ class SimulatedRanks:
     tensor([2., 3.])
     """
 
-    def __init__(self, program: Program, shapes: Mapping[str, Sequence[int]], count: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        shapes: Mapping[str, Sequence[int]],
+        count: int,
+        exact: Collection[str] = (),
+    ) -> None:
         self.program = program
+        self.exact = frozenset(exact)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.memories = [Memory() for _ in range(count)]
         self.steps = 0
 
     def step(self, gradients: Sequence[torch.Tensor], *, track_error: bool = False) -> list[Outcome]:
-        """What every rank gets, given all ranks' gradients of all parameters, flat; they stay as they are.
+        """Run one step.
 
-        As in training, a rank whose mean is not finite remembers nothing of the step.
+        As in training, a rank whose mean is non-finite does not commit its memory.
+
+        Args:
+            gradients: For each rank, the gradients of all parameters in one flat tensor. They are not
+                modified.
+            track_error: Whether programs return their errors.
+
+        Returns:
+            The outcome of each rank.
         """
         programs, staged = [], [memory.staged() for memory in self.memories]
         for rank, (flat, memory) in enumerate(zip(gradients, staged, strict=True)):
@@ -42,18 +63,28 @@ class SimulatedRanks:
                 len(self.memories),
                 self.steps,
                 track_error,
+                self.exact,
             )
             programs.append([self.program(bucket, memory)])
         with torch.no_grad():
             outcomes = [result[0] for result in simulate(programs).results]
-            counts = [is_finite(outcome) for outcome in outcomes]
+            counts = [self.holds(outcome) for outcome in outcomes]
         for memory, holds in zip(staged, counts, strict=True):
             if holds:
                 memory.commit()
         self.steps += all(counts)
         return outcomes
 
+    def holds(self, outcome: Outcome) -> bool:
+        """Return whether a rank remembers a step with this outcome: where the mean is finite."""
+        return bool(finite(outcome.mean) if outcome.finite is None else outcome.finite)
+
     def kept(self, rank: int, slot: str) -> torch.Tensor:
-        """What a rank keeps in a slot, of all parameters that have it, flat."""
+        """Return a slot of a rank's memory for all parameters that have it, as one flat tensor.
+
+        Args:
+            rank: The rank.
+            slot: The slot's name, such as `"residual"`.
+        """
         state = self.memories[rank].state_dict()
         return pack([state[name][slot] for name in self.shapes if slot in state.get(name, {})])

@@ -1,0 +1,30 @@
+"""What needs a framework that is not installed is left out, and named: frameworks are an extra."""
+
+import importlib.util
+
+import pytest
+
+_NEEDS = {
+    "src/thinwire/integrations/accelerate.py": "accelerate",
+    "src/thinwire/integrations/fabric.py": "lightning",
+    "src/thinwire/integrations/lightning.py": "lightning",
+    "src/thinwire/integrations/torchft.py": "torchft",
+    "src/thinwire/integrations/transformers.py": "transformers",
+    "tests/integrations/lightning_rows.py": "lightning",
+    "tests/integrations/test_accelerate.py": "accelerate",
+    "tests/integrations/test_fabric.py": "lightning",
+    "tests/integrations/test_lightning.py": "lightning",
+    "tests/integrations/test_ray.py": "ray",
+    "tests/integrations/test_torchft.py": "torchft",
+    "tests/integrations/test_transformers.py": "transformers",
+}
+_MISSING = sorted({name for name in _NEEDS.values() if importlib.util.find_spec(name) is None})
+
+collect_ignore = [path for path, name in _NEEDS.items() if name in _MISSING]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Return the frameworks whose tests are left out."""
+    if not _MISSING:
+        return []
+    return [f"left out: tests of {', '.join(_MISSING)}, which `make test-integrations` installs and runs"]

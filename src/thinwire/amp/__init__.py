@@ -1,0 +1,1 @@
+"""Everything about GradScalers and loss scales."""

@@ -1,0 +1,79 @@
+"""Detection of the steps that a GradScaler skips, on the rank whose gradients overflow."""
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from thinwire.amp.internals import SUPPORTS_SCALING, progress_of, supports_scaling
+
+
+class SkippedSteps:
+    """A watch on one optimizer, which calls `skipped` when a GradScaler is about to skip its step.
+
+    A GradScaler does not call `step` where gradients overflowed, so no step hook runs. The other ranks, which
+    wait to average, would wait until this one's next forward. If the training loop has a collective of its
+    own before that, they would deadlock.
+
+    Optimizers that handle scales themselves (fused ones) are always called, and need no watch. Of the others,
+    the scaler reads `_step_supports_amp_scaling`. Here that attribute is a false value that inspects the
+    scaler when it is read. The scaler itself still unscales and skips the step, so wrappers of `step` work as
+    without thinwire.
+
+    Args:
+        optimizer: The optimizer to watch.
+        skipped: Called with the optimizer before a step is skipped.
+    """
+
+    def __init__(self, optimizer: Optimizer, skipped: Callable[[Optimizer], None]) -> None:
+        self._optimizer = optimizer
+        self._skipped = skipped
+        self._answer: _No | None = None
+        if not supports_scaling(optimizer):
+            known = vars(optimizer).get(SUPPORTS_SCALING)
+            self._answer = known if isinstance(known, _No) else _No(optimizer)
+            self._answer.listeners.append(skipped)
+            setattr(optimizer, SUPPORTS_SCALING, self._answer)
+
+    def remove(self) -> None:
+        """End the watch, and restore the optimizer."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.listeners.remove(self._skipped)
+            if not answer.listeners:
+                delattr(self._optimizer, SUPPORTS_SCALING)
+
+
+class _No:
+    """A false value that calls its listeners if the GradScaler that reads it has found an overflow."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.listeners: list[Callable[[Optimizer], None]] = []
+        self._optimizer = weakref.ref(optimizer)
+
+    def __bool__(self) -> bool:
+        caller, optimizer = sys._getframe(1), self._optimizer()
+        scaler = caller.f_locals.get("self")
+        in_step = caller.f_code.co_name == "step" and caller.f_locals.get("optimizer") is optimizer
+        if optimizer is not None and in_step and isinstance(scaler, GradScaler):
+            state = progress_of(scaler, optimizer)
+            if state is None or state["stage"] is OptState.READY:
+                scaler.unscale_(optimizer)  # the scaler would do so next, and does it only once
+                state = progress_of(scaler, optimizer)
+            if state and sum(found.item() for found in state["found_inf_per_device"].values()):
+                for listener in list(self.listeners):
+                    listener(optimizer)
+        return False
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, scale: torch.Tensor) -> None:
+    """Divide all gradients by a GradScaler's scale, with its own arithmetic."""
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -1,1 +1,0 @@
-"""Averages models instead of gradients: when, over whom, and what with."""

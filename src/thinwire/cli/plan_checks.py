@@ -1,0 +1,93 @@
+"""The checks of `thinwire plan`: predictions beside measurements, term by term."""
+
+import statistics
+from functools import partial
+from typing import Any
+
+from thinwire.bench.predict import TERMS, Prediction, predict, predict_log
+from thinwire.bench.results import Results
+from thinwire.bench.workloads import find_workload
+from thinwire.cli.output import err, out, print_json
+from thinwire.cli.plan_request import Request
+from thinwire.cli.table import text_table
+from thinwire.errors import OptionError, StateError
+from thinwire.plan.compute import Measured, measure
+from thinwire.telemetry.log import Log
+from thinwire.units import show_bytes, show_seconds
+
+Checks = dict[str, list[Prediction]]
+"""Predictions by the name of what was measured."""
+
+
+def check_results(results: Results) -> Checks:
+    """Return the predictions for all cells of a results file.
+
+    Raises:
+        StateError: No cell has measurements.
+    """
+    models: dict[str, Measured] = {}
+    found: Checks = {}
+    cores = int(results.machine.get("cores", "1"))
+    for cell in results.cells:
+        if cell.error is not None:
+            continue
+        if cell.workload not in models:
+            workload = find_workload(cell.workload)
+            models[cell.workload] = measure(workload.model(), partial(workload.batch, 0), workload.optimizer)
+        name = f"{cell.workload}, {cell.network}"
+        found[name] = predict(cell, models[cell.workload], cores)
+    if not found:
+        raise StateError("the results file has no cell with measurements: run thinwire bench again")
+    return found
+
+
+def check_log(request: Request, log: Log) -> Prediction:
+    """Return the prediction for a training log.
+
+    Raises:
+        OptionError: The options name no single program, which a log does not tell.
+    """
+    candidates = request.candidates() if request.programs else []
+    if len(candidates) != 1:
+        raise OptionError("check of a log needs the program that ran: give one, as --programs Int8")
+    ranks = log.world_size
+    if request.hosts is None and ranks is None:
+        raise OptionError("hosts is missing, and the log does not tell: give --hosts")
+    network = request.network(ranks) if request.hosts is None and ranks else request.networks()[0]
+    return predict_log(log, request.planner(network.ranks), candidates[0], network)
+
+
+def show_checks(checks: Checks, *, as_json: bool) -> None:
+    """Print predicted and measured terms, and the errors of steps."""
+    if as_json:
+        print_json({name: [_data(one) for one in found] for name, found in checks.items()})
+        return
+    for name, found in checks.items():
+        out.print(f"\n{name}\n", style="bold")
+        lines = [(one.name, [_pair(one, term) for term in TERMS], False) for one in found]
+        out.print(text_table(TERMS, lines), "", soft_wrap=False)
+    errors = [abs(error) for found in checks.values() for one in found if (error := one.error()) is not None]
+    if errors:
+        out.print(
+            f"error of steps: median {statistics.median(errors):.0%}, worst {max(errors):.0%} of"
+            f" {len(errors)}",
+            style="bold",
+        )
+    err.print("each: predicted / measured (error)", style="dim")
+
+
+def _pair(one: Prediction, term: str) -> str:
+    predicted, measured, error = getattr(one.predicted, term), one.measured.get(term), one.error(term)
+    show = show_bytes if term == "bytes" else show_seconds
+    if measured is None or error is None:
+        return f"{show(predicted)} / -"
+    return f"{show(predicted)} / {show(measured)} ({error:+.0%})"
+
+
+def _data(one: Prediction) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "predicted": {term: getattr(one.predicted, term) for term in TERMS},
+        "measured": dict(one.measured),
+        "error": one.error(),
+    }

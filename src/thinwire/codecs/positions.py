@@ -1,0 +1,93 @@
+"""Sorted positions within a block, in few bits: the Elias-Fano code.
+
+The lower bits of a position are stored as they are. The upper ones, which ascend, are stored in unary: a bit
+vector has a one for each position, preceded by as many zeros as the upper part has grown since the last one.
+So 64 positions out of 4096 take 6 bits each for the lower part and 2 for the upper, instead of 12. The length
+depends on the counts alone, never on the positions, as encodings require.
+
+See Vigna: Quasi-succinct indices, https://arxiv.org/abs/1206.4300.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.bits import pack_bits, packed_bytes, unpack_bits
+from thinwire.kernels import packing as native
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The code of `kept` ascending positions within a block.
+
+    Args:
+        width: Numbers in a block.
+        kept: Positions, from 1 to `width`.
+
+    >>> code = Positions(4096, 64)
+    >>> code.nbytes
+    64
+    >>> places = torch.arange(0, 4096, 64)[None]
+    >>> torch.equal(code.unpack(code.pack(places)), places)
+    True
+    """
+
+    width: int
+    kept: int
+
+    @property
+    def lower_bits(self) -> int:
+        """Bits of the lower part, the count for which the code is shortest."""
+        return min(range(self.width.bit_length()), key=lambda bits: self.kept * bits + self._unary_bits(bits))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block's positions."""
+        bits = self.lower_bits
+        return packed_bytes(self.kept, bits) + packed_bytes(self._unary_bits(bits), 1)
+
+    def pack(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of each row of positions.
+
+        Args:
+            places: An int64 matrix with `kept` columns. Each row ascends strictly, from 0 to `width` - 1.
+
+        Returns:
+            A uint8 matrix with `nbytes` columns.
+        """
+        bits = self.lower_bits
+        if native.supported(places, torch.int64):
+            return native.pack_positions(places, bits, self._unary_bits(bits), self.nbytes)
+        ones = (places >> bits) + self._numbers(self.kept, places)
+        unary = places.new_zeros(places.shape[0], self._unary_bits(bits)).scatter_(1, ones, 1)
+        lower = places & ((1 << bits) - 1)
+        return torch.cat([pack_bits(lower, bits), pack_bits(unary, 1)], dim=1)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the positions of each row as an int64 matrix. Nothing waits for their values.
+
+        Bytes that no encoder writes give positions too, within the block.
+        """
+        return self._unpacked(packed).clamp_(max=self.width - 1)
+
+    def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
+        bits = self.lower_bits
+        if native.supported(packed, torch.uint8):
+            return native.unpack_positions(packed, bits, self._unary_bits(bits), self.kept)
+        lower, unary = packed.split(
+            [packed_bytes(self.kept, bits), packed_bytes(self._unary_bits(bits), 1)], 1
+        )
+        ones = unpack_bits(unary, 1, self._unary_bits(bits))
+        number = ones.cumsum(1) - 1
+        # The i-th one stands at its upper part + i. All zeros write to one more column, which is dropped.
+        column = torch.where(ones.bool(), number, self.kept).clamp_(max=self.kept)
+        upper = self._numbers(ones.shape[1], packed) - number
+        found = upper.new_zeros(packed.shape[0], self.kept + 1).scatter_(1, column, upper)[:, : self.kept]
+        return (found << bits) + unpack_bits(lower, bits, self.kept)
+
+    def _unary_bits(self, lower_bits: int) -> int:
+        return self.kept + ((self.width - 1) >> lower_bits)
+
+    @staticmethod
+    def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int64, device=like.device)

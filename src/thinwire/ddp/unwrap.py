@@ -1,0 +1,72 @@
+"""The DDP model inside what frameworks and `torch.compile` wrap around it."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.ddp.internals import replicated
+from thinwire.errors import AttachError
+
+_INSIDE = ("_orig_mod", "_forward_module")
+"""The submodules that hold the wrapped model: of torch.compile, and of Lightning Fabric."""
+
+_WRAP = "wrap it with torch.nn.parallel.DistributedDataParallel(model) first"
+_OTHERS = {
+    "FullyShardedDataParallel": "FSDP shards parameters, and thinwire exchanges whole gradients: use DDP, or"
+    " thinwire.ZeRO() on DDP to shard the optimizer's state",
+    "FSDPModule": "FSDP shards parameters, and this needs whole ones: use DDP, or thinwire.ZeRO() on DDP to"
+    " shard the optimizer's state; between replicas of an FSDP2 model, use thinwire.attach(model, program,"
+    " replicas=mesh['replicate'])",
+    "DeepSpeedEngine": "DeepSpeed exchanges gradients itself and calls no hook: use DDP, with thinwire.ZeRO()"
+    " for its stage 1",
+    "DataParallel": "DataParallel runs in one process and sends nothing: use DistributedDataParallel with one"
+    " process for each device",
+}
+"""Wrappers that are not DDP, by class name, with the reason and the way out."""
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP model inside a model as the training loop holds it, or None if there is none.
+
+    Wrappers of `torch.compile` and of Lightning Fabric are opened. A module on which
+    `torch.distributed._composable.replicate` was called has its DDP model beside it, which is made now unless
+    a forward has run: every rank must then call this at the same point.
+
+    Args:
+        model: A DDP model, or a wrapper around one.
+    """
+    inner: object = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, DistributedDataParallel):
+        beside = replicated(inner)
+        if beside is not None:
+            return beside
+        held = dict(inner.named_children())
+        inner = next((held[name] for name in _INSIDE if held.get(name) is not None), None)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel:
+    """Return the DDP model inside a model as the training loop holds it, as `find_ddp` does.
+
+    Raises:
+        AttachError: There is no DDP model inside.
+    """
+    ddp = find_ddp(model)
+    if ddp is not None:
+        return ddp
+    raise AttachError(
+        f"attach needs a DistributedDataParallel model, not a {type(model).__name__}: {_why(model)}"
+    )
+
+
+def is_wrapper(model: object) -> bool:
+    """Return whether a model is a wrapper or shard, and not a module that a rank could train on its own."""
+    return not isinstance(model, nn.Module) or _why(model) != _WRAP
+
+
+def _why(model: object) -> str:
+    for kind in type(model).__mro__:
+        if kind.__name__ in _OTHERS:
+            return _OTHERS[kind.__name__]
+    if isinstance(model, nn.Module) and any(hasattr(one, "device_mesh") for one in model.parameters()):
+        return "its parameters are DTensors of a device mesh, which thinwire does not exchange: use plain DDP"
+    return _WRAP

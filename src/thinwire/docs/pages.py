@@ -1,0 +1,154 @@
+"""Pages of the site as Markdown: one for each module or room, the start page and the keyword index."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from thinwire.docs import evidence, sections
+from thinwire.docs.book import Book
+from thinwire.docs.docstrings import code, inline, markdown
+from thinwire.docs.keywords import Keyword, as_list, keywords_of
+from thinwire.docs.project import Page
+
+Section = Callable[[Book, Page], str]
+
+SECTIONS: dict[str, Section] = {
+    "Metadata": sections.metadata,
+    "Purpose": sections.purpose,
+    "Overview": sections.overview,
+    "API": sections.api,
+    "Architecture": sections.architecture,
+    "Dependencies": evidence.needs,
+    "Performance": evidence.performance,
+    "Security and safety": evidence.safety,
+    "Testing and usage": evidence.testing,
+    "Source": sections.source,
+    "Related modules": evidence.related,
+}
+"""The sections that every page has, in order. A drop-in replacement also has `Switch from ...`."""
+
+
+def module_page(book: Book, page: Page) -> str:
+    """Return the page of a module or an internal room."""
+    parts = ["# " + page.name.replace("_", r"\_")]
+    clashes = any(one.name == page.name for one in book.project.entries)
+    if not clashes:  # a function with the name of its module, such as `attach`, owns the name
+        parts.append(f"```{{py:module}} {page.name}\n```")
+    for title, section in SECTIONS.items():
+        parts += [f"## {title}", section(book, page)]
+        replaced = book.replaced(page.main)
+        if title == "Overview" and replaced:
+            parts += [f"## Switch from {replaced.partition('.')[0]}", evidence.switching(book, page)]
+    listed = as_list(keywords_of(book, page), "../", here=page.document)
+    parts += ["## Keywords", f"```{{raw}} html\n{listed}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def index_page(book: Book) -> str:
+    """Return the start page, from which every page can be reached."""
+    project, link = book.project, book.names.linker
+    main = project.modules.get(project.name)
+    told = (
+        [inline(book.doc(main).summary, link(main)), markdown(book.doc(main).body, link(main))]
+        if main
+        else []
+    )
+    example = book.doc(main).texts.get("example") if main else None
+    if example:
+        told.append(code(example))
+    told.append(
+        "Find a name in the [keyword index](keywords.md), the {ref}`general index <genindex>` or with the"
+        " search. Programs can read [keywords.json](keywords.json) and [llms.txt](llms.txt)."
+    )
+    contents = {title: documents for title, documents in _contents(book).items() if documents}
+    trees = [_toctree(book, title, documents) for title, documents in contents.items()]
+    shown = [
+        f"## {title}\n\n" + "\n".join(_line(book, one) for one in held) for title, held in contents.items()
+    ]
+    return "\n\n".join([f"# {project.name}", *told, *shown, *trees]) + "\n"
+
+
+def _line(book: Book, document: str) -> str:
+    """Return a document's entry on the start page."""
+    name = document.removeprefix("modules/")
+    if name not in book.project.page_of:
+        return f"- {{doc}}`/{document}`"
+    page = book.project.page_of[name]
+    summary = inline(book.doc(page.main).summary or "No docstring.", book.names.linker(page.main))
+    return f"- {{doc}}`{book.short(name)} </{document}>`: {summary}"
+
+
+def _contents(book: Book) -> dict[str, list[str]]:
+    """Return the documents of the site by the heading that they stand under."""
+    pages = [
+        path.relative_to(book.project.root).as_posix() for path in book.relations.pages if book.project.root
+    ]
+    documents = [one.removesuffix(".md") for one in pages]
+    guides = [one for one in documents if "/guides/" in one]
+    folders = [one for one in documents if one.startswith("docs/") and one not in guides]
+    design = [one for one in folders if "/design/" in one]
+    public = [one.document for one in book.project.pages if not one.internal]
+    internal = [one.document for one in book.project.pages if one.internal]
+    loose = [one for one in documents if "/" not in one]
+    return {
+        "Guides": _in_reading_order(book, guides),
+        "Subjects": _in_reading_order(book, [one for one in folders if one not in design]),
+        "Public modules": public,
+        "Internal rooms": internal,
+        "Project": [*loose, *design, "keywords"],
+    }
+
+
+def _in_reading_order(book: Book, documents: list[str]) -> list[str]:
+    """Return documents by folder, in the order in which the folder's README links to them."""
+
+    def place(document: str) -> tuple[str, int, str]:
+        folder, _, name = document.rpartition("/")
+        readme = (book.project.root or Path()) / folder / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        found = text.find(f"({name}.md)")
+        return folder, -1 if name == "README" else found if found >= 0 else len(text), name
+
+    return sorted(documents, key=place)
+
+
+def _toctree(book: Book, title: str, documents: list[str]) -> str:
+    shorter = {one.document: book.short(one.name) for one in book.project.pages}
+    listed = "\n".join(f"{shorter[one]} </{one}>" if one in shorter else f"/{one}" for one in documents)
+    return f"```{{toctree}}\n:caption: {title}\n:maxdepth: 1\n:hidden:\n\n{listed}\n```"
+
+
+def keyword_page(found: list[Keyword]) -> str:
+    """Return the keyword index of the whole site, by letter."""
+    letters: dict[str, list[Keyword]] = {}
+    for one in found:
+        letters.setdefault(one.word[:1].upper() if one.word[:1].isalpha() else "Other", []).append(one)
+    parts = [
+        "# Keyword index",
+        "Every function, class, parameter, import and concept, and where it is explained.",
+    ]
+    for letter, held in sorted(letters.items()):
+        parts += [f"## {letter}", f"```{{raw}} html\n{as_list(held, '')}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def llms_text(book: Book) -> str:
+    """Return `llms.txt`: the site's pages with one line each, for assistants."""
+    project = book.project
+    main = project.modules.get(project.name)
+    lines = [f"# {project.name}", "", f"> {book.doc(main).summary if main else project.name}", ""]
+    lines += ["Machine-readable keyword index: keywords.json", ""]
+    if book.relations.pages and project.root:
+        lines.append("## Pages")
+        for path in book.relations.pages:
+            document = path.relative_to(project.root).as_posix().removesuffix(".md")
+            title = re.search(r"^# (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            lines.append(f"- [{title[1] if title else document}]({document}.html)")
+        lines.append("")
+    for heading, internal in (("Public modules", False), ("Internal rooms", True)):
+        shown = [one for one in project.pages if one.internal == internal]
+        if shown:
+            lines.append(f"## {heading}")
+            lines += [f"- [{one.name}]({one.document}.html): {book.doc(one.main).summary}" for one in shown]
+            lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""A package as a site sees it: which modules have a page, which names are public, and where they stand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from thinwire.docs.source import Item, Module, find_package, read_package
+
+_CHECKOUT = ("pyproject.toml", "setup.py", "setup.cfg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A public name.
+
+    Attributes:
+        name: The shortest name to import it by, such as `thinwire.Int8`.
+        canonical: Where it is defined, such as `thinwire.programs.presets.Int8`.
+        aliases: Its other public names.
+        item: Its definition.
+        module: The module that defines it.
+    """
+
+    name: str
+    canonical: str
+    aliases: tuple[str, ...]
+    item: Item
+    module: Module
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Page:
+    """A page of the site.
+
+    Attributes:
+        name: Dotted name of its module or room.
+        modules: The module itself, then those that have no page of their own.
+        internal: Whether it is the page of an internal room.
+    """
+
+    name: str
+    modules: tuple[Module, ...]
+    internal: bool
+
+    @property
+    def document(self) -> str:
+        """Path of the page in the site, without a suffix."""
+        return f"modules/{self.name}"
+
+    @property
+    def main(self) -> Module:
+        """The module or room that the page is named after."""
+        return self.modules[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Project:
+    """A package and its checkout.
+
+    Args:
+        folder: Folder of the package, or the file of a single module.
+        modules: All of its modules, by name.
+    """
+
+    folder: Path
+    modules: dict[str, Module] = field(repr=False)
+
+    @classmethod
+    def find(cls, name: str) -> "Project":
+        """Return the package `name`, which is a folder or can be imported.
+
+        Raises:
+            OptionError: If there is no such package, or it has no Python source.
+        """
+        folder = find_package(name)
+        return cls(folder, {one.name: one for one in read_package(folder)})
+
+    @property
+    def name(self) -> str:
+        """Name of the package."""
+        return self.folder.stem
+
+    @cached_property
+    def root(self) -> Path | None:
+        """The checkout that the package is developed in, or None if it is installed."""
+        for folder in list(self.folder.parents)[:3]:
+            if any((folder / name).exists() for name in _CHECKOUT):
+                return folder
+        return None
+
+    def shown_path(self, module: Module) -> str:
+        """Return a module's path from the checkout, or from the folder that the package is installed in."""
+        return module.path.relative_to(self.root or self.folder.parent).as_posix()
+
+    @cached_property
+    def public_rooms(self) -> set[str]:
+        """Packages that users import from: those in which any module has `__all__`.
+
+        Without `__all__` anywhere, all packages whose names have no leading underscore.
+        """
+        packages = [one for one in self.modules.values() if one.is_package]
+        stated = any(one.exports is not None for one in self.modules.values())
+        rooms = set()
+        for package in packages:
+            inside = [one for one in self.modules.values() if self.room(one.name) == self.room(package.name)]
+            chosen = any(one.exports is not None for one in inside) if stated else True
+            if package.name == self.name or (chosen and not _private(package.name)):
+                rooms.add(package.name)
+        return rooms
+
+    def room(self, module: str) -> str:
+        """Return the top-level folder of a module, or the package itself for those beside `__init__.py`."""
+        parts = module.split(".")
+        room = ".".join(parts[:2])
+        known = self.modules.get(room)
+        return room if known is not None and known.is_package else self.name
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Every public name once, sorted."""
+        names: dict[str, list[str]] = {}
+        for module in self.modules.values():
+            for name in self._public_names(module):
+                found = self.resolve(f"{module.name}.{name}")
+                if found is not None:
+                    names.setdefault(f"{found[0].name}.{found[1].name}", []).append(f"{module.name}.{name}")
+        made = []
+        for canonical, public in names.items():
+            first, *others = sorted(set(public), key=lambda one: (one.count("."), len(one), one))
+            found = self.resolve(canonical)
+            assert found is not None, "it was found by this name above"
+            made.append(
+                Entry(name=first, canonical=canonical, aliases=tuple(others), item=found[1], module=found[0])
+            )
+        return sorted(made, key=lambda one: one.name.lower())
+
+    def _public_names(self, module: Module) -> Iterator[str]:
+        if module.exports:
+            yield from module.exports
+            return
+        listed = not _private(module.name) and module.name.rpartition(".")[0] in {*self.public_rooms, ""}
+        if listed and module.name not in self._exported_from:
+            for item in module.items:
+                if item.public and item.kind != "data" and not item.name.startswith("__"):
+                    yield item.name
+
+    @cached_property
+    def _exported_from(self) -> set[str]:
+        """Modules whose names are exported by another module: their other names are internal."""
+        found = set()
+        for module in self.modules.values():
+            for name in module.exports or ():
+                defined = self.resolve(f"{module.name}.{name}")
+                if defined is not None:
+                    found.add(defined[0].name)
+        return found
+
+    def resolve(self, dotted: str, depth: int = 8) -> tuple[Module, Item] | None:
+        """Return the module and the definition behind a dotted name, through re-exports, or None."""
+        base, _, name = dotted.rpartition(".")
+        module = self.modules.get(base)
+        if module is None or not depth:
+            return None
+        item = module.item(name)
+        if item is not None and item.kind != "data":
+            return module, item
+        if name in module.imported:
+            target = module.imported[name]
+            return self.resolve(target, depth - 1) or ((module, item) if item else None)
+        return (module, item) if item else None
+
+    @cached_property
+    def pages(self) -> list[Page]:
+        """All pages, by name."""
+        defining = {one.module.name for one in self.entries}
+        own: dict[str, list[Module]] = {}
+        rest: dict[str, list[Module]] = {}
+        for module in self.modules.values():
+            room = self.room(module.name)
+            parent = module.name if module.is_package else module.name.rpartition(".")[0]
+            listed = parent in self.public_rooms and not _private(module.leaf)
+            if listed or module.name in defining or module.name == room:
+                own[module.name] = [module]
+            else:
+                rest.setdefault(room, []).append(module)
+        for room, modules in rest.items():
+            own.setdefault(room, [self.modules[room]] if room in self.modules else []).extend(modules)
+        return [
+            Page(name=name, modules=tuple(modules), internal=self._is_internal(name))
+            for name, modules in sorted(own.items())
+        ]
+
+    def _is_internal(self, name: str) -> bool:
+        return self.room(name) not in self.public_rooms
+
+    @cached_property
+    def page_of(self) -> dict[str, Page]:
+        """The page on which each module is described."""
+        return {module.name: page for page in self.pages for module in page.modules}
+
+    @cached_property
+    def entries_of(self) -> dict[str, list[Entry]]:
+        """The public names that each module defines, in the order of its file."""
+        found: dict[str, list[Entry]] = {name: [] for name in self.modules}
+        for entry in self.entries:
+            found[entry.module.name].append(entry)
+        return {name: sorted(held, key=lambda one: one.item.line) for name, held in found.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The modules of the package that each module imports, where their names are defined."""
+        found: dict[str, set[str]] = {}
+        for module in self.modules.values():
+            targets = {self.module_behind(one) for one in module.imported.values()}
+            found[module.name] = {one for one in targets if one and one != module.name}
+        return found
+
+    @cached_property
+    def importers(self) -> dict[str, set[str]]:
+        """The modules of the package that import each module."""
+        found: dict[str, set[str]] = {name: set() for name in self.modules}
+        for importer, imported in self.imports.items():
+            for name in imported:
+                found[name].add(importer)
+        return found
+
+    def module_behind(self, dotted: str) -> str | None:
+        """Return the module that a dotted name is, or is defined in; None if it is not of this package."""
+        if dotted in self.modules:
+            return dotted
+        found = self.resolve(dotted)
+        if found is not None:
+            return found[0].name
+        base = dotted.rpartition(".")[0]
+        return base if base in self.modules else None
+
+
+def _private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))

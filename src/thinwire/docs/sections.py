@@ -1,0 +1,205 @@
+"""The sections of a page about what a module is: metadata, purpose, overview, API, architecture, source."""
+
+import re
+
+from thinwire.docs.api import described
+from thinwire.docs.book import Book, counted, table
+from thinwire.docs.docstrings import code, inline, markdown, parse
+from thinwire.docs.drawing import neighbours
+from thinwire.docs.project import Page
+from thinwire.docs.source import Item, Module
+
+DIFFERENCES = "Differences from "
+
+
+def metadata(book: Book, page: Page) -> str:
+    """Return path, size, tests and neighbours as a table."""
+    modules, entries = page.modules, book.entries(page)
+    tests = book.relations.using(book.relations.tests, [one.name for one in modules])
+    importers, imported = book.neighbours(page)
+    path = book.source_link(page.main, book.project.shown_path(page.main))
+    if len(modules) > 1:
+        path += f" and {counted(len(modules) - 1, 'module')} described here"
+    size = sum(len(one.text.encode()) for one in modules) / 1024
+    count = sum(one.tests for one in tests)
+    rows = [
+        ["path", path],
+        ["size", f"{counted(sum(one.lines for one in modules), 'line')}, {size:.1f} KB"],
+        ["kind", "internal room" if page.internal and len(modules) > 1 else _kind(book, page)],
+        ["public names", str(len(entries)) if entries else "none"],
+        [
+            "tests",
+            f"{count:,} in {counted(len(tests), 'file')} use it directly"
+            if tests
+            else "none use it directly",
+        ],
+        ["imports", f"{counted(len(imported), 'page')}; imported by {len(importers)}"],
+    ]
+    return table(["", ""], rows)
+
+
+def _kind(book: Book, page: Page) -> str:
+    replaced = book.replaced(page.main)
+    if replaced:
+        return f"drop-in replacement for `{replaced}`"
+    if page.main.is_package:
+        return "package"
+    return "module of an internal room; its public names are re-exported" if page.internal else "module"
+
+
+def purpose(book: Book, page: Page) -> str:
+    """Return the first paragraph of the docstring."""
+    summary = book.doc(page.main).summary
+    return inline(summary, book.names.linker(page.main)) if summary else "The module has no docstring."
+
+
+def overview(book: Book, page: Page) -> str:
+    """Return the rest of the docstring, then what the module defines, or each module of a room."""
+    link = book.names.linker(page.main)
+    parts = [markdown(story(book.doc(page.main).body)[0], link)]
+    parts += [code(text) for text in _examples(book, page.main)]
+    entries = book.entries(page)
+    if entries:
+        rows = [
+            [f"{{py:obj}}`{one.item.name} <{one.name}>`", one.item.kind, _summary(book, page.main, one.item)]
+            for one in entries
+        ]
+        parts.append(table(["public name", "kind", "summary"], rows))
+    if page.main.exports and page.main.is_package:
+        parts.append(_exported(book, page))
+    parts += [
+        _inside(book, page, module)
+        for module in page.modules
+        if book.other_items(module) or module is not page.main
+    ]
+    children = [one for one in book.project.pages if one.name.rpartition(".")[0] == page.name]
+    if children:
+        listed = "\n".join(f"- {book.page_link(one.name)}: {purpose(book, one)}" for one in children)
+        parts.append(f"Modules with a page of their own:\n\n{listed}")
+    return "\n\n".join(one for one in parts if one) or "The module defines nothing."
+
+
+def _examples(book: Book, module: Module) -> list[str]:
+    texts = book.doc(module).texts
+    return [texts[one] for one in ("example", "examples", "usage") if one in texts]
+
+
+def _exported(book: Book, page: Page) -> str:
+    """Return the names that a package re-exports, by the module that defines them."""
+    grouped: dict[str, list[str]] = {}
+    for entry in book.project.entries:
+        for name in (entry.name, *entry.aliases):
+            if name.rpartition(".")[0] == page.name and entry.module is not page.main:
+                grouped.setdefault(entry.module.name, []).append(
+                    f"{{py:obj}}`{name.rpartition('.')[2]} <{entry.name}>`"
+                )
+    rows = [[book.page_link(module), ", ".join(names)] for module, names in sorted(grouped.items())]
+    return table(["defined in", "public names"], rows) if rows else ""
+
+
+def _inside(book: Book, page: Page, module: Module) -> str:
+    """Return the names of a module that are not public, as a table."""
+    rows = [
+        [book.source_link(module, one.name, one.line), one.kind, _summary(book, module, one)]
+        for one in book.other_items(module)
+    ]
+    listed = table(["name", "kind", "summary"], rows) if rows else "It defines no functions or classes."
+    if module is page.main:
+        count = counted(len(rows), "name")
+        return f"<details><summary>{count} for internal use</summary>\n\n{listed}\n\n</details>"
+    link = book.names.linker(module)
+    summary = inline(book.doc(module).summary or "No docstring.", link)
+    body = markdown(story(book.doc(module).body)[0], link)
+    target = f"({anchor_of(module)})="
+    return "\n\n".join(
+        one for one in (target, f"### {book.short(module.name)}", summary, body, listed) if one
+    )
+
+
+def anchor_of(module: Module) -> str:
+    """Return the anchor of a module that is described on the page of its room."""
+    return "module-" + re.sub(r"[^a-z0-9]+", "-", module.name.lower())
+
+
+def _summary(book: Book, module: Module, item: Item) -> str:
+    return inline(parse(item.doc).summary, book.names.linker(module)) or "-"
+
+
+def story(body: str) -> tuple[str, str]:
+    """Split the text of a docstring into what it is about and its differences from another module."""
+    before, mark, after = body.partition(DIFFERENCES)
+    if not mark or (before and not before.endswith("\n\n")):
+        return body, ""
+    return before.strip("\n"), mark + after
+
+
+def api(book: Book, page: Page) -> str:
+    """Return every public name with its signature and docstring."""
+    entries = book.entries(page)
+    if entries:
+        return "\n\n".join(described(one, book.names) for one in entries)
+    if page.main.is_package:
+        return "The package defines no public names itself. The overview lists where they are defined."
+    return "No public names. The overview lists the names for internal use."
+
+
+def architecture(book: Book, page: Page) -> str:
+    """Return where the module stands: a drawing of its neighbours, and the chain of imports to it."""
+    importers, imported = book.neighbours(page)
+    links = {book.short(name): f"{name}.html" for name in importers | imported}
+    drawn = neighbours(
+        book.short(page.name),
+        {book.short(one): links[book.short(one)] for one in importers},
+        {book.short(one): links[book.short(one)] for one in imported},
+    )
+    chain = _chain(book, page)
+    if len(chain) > 1:
+        told = (
+            "Shortest chain of imports from the package to it: "
+            + " → ".join(book.page_link(one) for one in chain)
+            + "."
+        )
+    elif page.main.name == book.project.name:
+        told = "It is the package itself, from which every chain of imports begins."
+    else:
+        told = "`import " + book.project.name + "` does not load it: it is imported on demand."
+    return f"```{{raw}} html\n{drawn}\n```\n\n{told}"
+
+
+def _chain(book: Book, page: Page) -> list[str]:
+    """Return the modules on the shortest way from the package to the page, or an empty list."""
+    goal, start = {one.name for one in page.modules}, book.project.name
+    if start in goal:
+        return []
+    known: dict[str, str] = {start: ""}
+    frontier = [start] if start in book.project.modules else []
+    while frontier:
+        reached = []
+        for name in frontier:
+            for one in sorted(book.project.imports[name] - known.keys()):
+                known[one] = name
+                reached.append(one)
+                if one in goal:
+                    return _traced(known, one)
+        frontier = reached
+    return []
+
+
+def _traced(known: dict[str, str], name: str) -> list[str]:
+    steps = [name]
+    while known[steps[-1]]:
+        steps.append(known[steps[-1]])
+    return steps[::-1]
+
+
+def source(book: Book, page: Page) -> str:
+    """Return links to the definitions in the source."""
+    parts = []
+    for module in page.modules:
+        path = book.source_link(module, book.project.shown_path(module))
+        items = [one for one in module.items if one.kind != "data"]
+        shown = ", ".join(
+            f"{book.source_link(module, one.name, one.line)} ({one.line}-{one.end})" for one in items
+        )
+        parts.append(f"- {path}: {shown}" if shown else f"- {path}")
+    return "\n".join(parts)

@@ -1,0 +1,179 @@
+"""Builds the site: writes Markdown into a folder of its own, and runs Sphinx on it."""
+
+import importlib.util
+import io
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thinwire.docs.book import Book
+from thinwire.docs.keywords import all_keywords
+from thinwire.docs.pages import index_page, keyword_page, llms_text, module_page
+from thinwire.docs.project import Project
+from thinwire.errors import OptionError, ThinwireError, UnavailableError
+
+_STATIC = Path(__file__).with_name("static")
+_MARK = "keywords.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A finished site.
+
+    Attributes:
+        folder: Its folder.
+        pages: Number of pages about modules and rooms.
+        keywords: Number of keywords.
+        warnings: Lines that Sphinx warned with.
+    """
+
+    folder: Path
+    pages: int
+    keywords: int
+    warnings: tuple[str, ...]
+
+
+def build(package: str, out: Path) -> Built:
+    """Build the documentation of a package.
+
+    Args:
+        package: Name of an importable package, or its folder. It is not imported.
+        out: Folder of the site. An earlier site in it is replaced.
+
+    Returns:
+        The site, with Sphinx's warnings.
+
+    Raises:
+        OptionError: If there is no such package, or `out` holds something else.
+        UnavailableError: If Sphinx, MyST-Parser or furo is not installed.
+
+    Example::
+
+        built = build("json", Path("site"))
+    """
+    require_sphinx()
+    book = Book(Project.find(package))
+    _make_room(out)
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder) / "sources"
+        write_sources(book, sources)
+        warnings = _run_sphinx(book, sources, out)
+        from thinwire.docs.listings import write_listings
+
+        write_listings(book.project, out)
+        for name in (_MARK, "llms.txt"):
+            shutil.copy(sources / name, out / name)
+        count = len(json.loads((sources / _MARK).read_text())["keywords"])
+    return Built(folder=out, pages=len(book.project.pages), keywords=count, warnings=warnings)
+
+
+def require_sphinx() -> None:
+    """Raise UnavailableError if a package that builds the site is missing."""
+    for name in ("sphinx", "myst_parser", "furo"):
+        if importlib.util.find_spec(name) is None:
+            raise UnavailableError(
+                f"building documentation needs {name}, on Python 3.11 or newer: pip install sphinx"
+                " myst-parser furo"
+            )
+
+
+def _make_room(out: Path) -> None:
+    """Remove an earlier site. Raise OptionError if the folder holds anything else."""
+    if out.is_dir() and any(out.iterdir()) and not (out / _MARK).exists():
+        raise OptionError(f"out={str(out)!r} is a folder with other files: choose an empty or a new one")
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"out={str(out)!r} is a file: give a folder")
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def write_sources(book: Book, folder: Path) -> None:
+    """Write all pages as Markdown, the keywords as JSON, and the pages of the checkout."""
+    (folder / "modules").mkdir(parents=True)
+    for page in book.project.pages:
+        (folder / f"{page.document}.md").write_text(module_page(book, page), encoding="utf-8")
+    (folder / "index.md").write_text(index_page(book), encoding="utf-8")
+    keywords = all_keywords(book)
+    (folder / "keywords.md").write_text(keyword_page(keywords), encoding="utf-8")
+    (folder / "llms.txt").write_text(llms_text(book), encoding="utf-8")
+    found = [{**asdict(one), "url": one.url} for one in keywords]
+    (folder / _MARK).write_text(json.dumps({"package": book.project.name, "keywords": found}, indent=1))
+    root = book.project.root
+    if root is not None:
+        for path in book.relations.pages:
+            _copy_page(path, root, folder)
+
+
+def _copy_page(path: Path, root: Path, folder: Path) -> None:
+    """Copy a Markdown page and its pictures. Links to other files of the checkout become code."""
+    target = folder / path.relative_to(root)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def changed(link: re.Match[str]) -> str:
+        there, _, _ = link["target"].partition("#")
+        file = (path.parent / there).resolve()
+        if "://" in link["target"] or not there or not file.exists() or file.suffix == ".md":
+            return link[0]
+        if file.suffix in (".png", ".svg", ".jpg"):
+            copy = folder / file.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+            return link[0]
+        return f"`{file.relative_to(root).as_posix()}`"
+
+    text = re.sub(r"!?\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", changed, path.read_text(encoding="utf-8"))
+    target.write_text(text, encoding="utf-8")
+
+
+def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:
+    """Run Sphinx without a conf.py. Return its warnings. Raise ThinwireError if it fails."""
+    from sphinx.application import Sphinx
+    from sphinx.errors import SphinxError
+    from sphinx.util.console import strip_escape_sequences
+
+    warned = io.StringIO()
+    try:
+        application = Sphinx(
+            srcdir=sources,
+            confdir=None,
+            outdir=out,
+            doctreedir=sources.parent / "doctrees",
+            buildername="html",
+            confoverrides=_configuration(book),
+            status=None,
+            warning=warned,
+            freshenv=True,
+        )
+        application.build()
+    except SphinxError as error:
+        raise ThinwireError(f"Sphinx failed: {error}") from error
+    lines = strip_escape_sequences(warned.getvalue()).splitlines()
+    return tuple(line.replace(f"{sources}/", "") for line in lines if line.strip())
+
+
+def _configuration(book: Book) -> dict[str, object]:
+    return {
+        "project": book.project.name,
+        "extensions": ["myst_parser", "thinwire.docs.extension"],
+        "html_theme": "furo",
+        "html_title": book.project.name,
+        "html_static_path": [str(_STATIC)],
+        "html_css_files": ["thinwire-docs.css"],
+        "html_copy_source": False,
+        "html_show_copyright": False,
+        "html_show_search_summary": False,  # it fetches pages, which browsers forbid on file://
+        "html_last_updated_fmt": None,
+        "templates_path": [],
+        "suppress_warnings": ["app"],  # of a second build in one process, which registers nodes again
+        "myst_enable_extensions": ["colon_fence", "fieldlist"],
+        "myst_heading_anchors": 4,
+        "python_maximum_signature_line_length": 88,
+        "python_use_unqualified_type_names": True,
+        "toc_object_entries": False,
+        "nitpicky": True,
+        "documented_names": book.names,
+        "language": "en",
+        "pygments_style": "default",
+    }

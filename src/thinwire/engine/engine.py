@@ -1,0 +1,294 @@
+"""The engine, which runs programs and issues their collectives in the static order.
+
+On CPU, backward's own thread takes the turns that need no waiting, and one wire thread takes those that do.
+So backward never waits before its end. On accelerators the same order runs inline, inside the hook, on a side
+stream. Collectives there return at once and are ordered by the stream, so the wire thread only enforces the
+time limit. (This project's CI has no accelerator: the inline path is tested on the CPU, and against a model
+of streams, events and memory.)
+"""
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.futures import Result, at_work
+from thinwire.engine.meter import GRADIENTS, Meter, Stats, StepTrace
+from thinwire.engine.ops import Steps
+from thinwire.engine.runs import Run, Step
+from thinwire.engine.scheduler import Scheduler
+from thinwire.engine.streams import SideStream
+from thinwire.errors import ThinwireError, WireError
+
+_JOIN_SECONDS = 1.0
+_CHECK_SECONDS = 5.0
+_CPU = torch.device("cpu")
+
+
+class Engine:
+    """A runner of programs, submitted in the order of buckets, that returns futures of their results.
+
+    Programs of one step overlap. `submit(..., last=True)` ends the step. The wire thread starts with the
+    first program and ends with `close`.
+
+    Args:
+        communicator: Issues the collectives. `close` closes it.
+        device: The device of the gradients.
+        inline: Whether programs run inside `submit`. None: on accelerators only.
+        meter: Where steps are recorded. None makes a new one.
+        purpose: What the steps exchange, as in `StepRecord`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        device: torch.device = _CPU,
+        inline: bool | None = None,
+        meter: Meter | None = None,
+        purpose: str = GRADIENTS,
+    ) -> None:
+        self.meter = meter or Meter()
+        self._communicator = communicator
+        self._purpose = purpose
+        self._inline = device.type != "cpu" if inline is None else inline
+        self._side_stream = SideStream(device)
+        self._scheduler = Scheduler(communicator, self.meter, device.type)
+        self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: advance, False: stop
+        self._thread: threading.Thread | None = None
+        self._end: Callable[[], object] | None = None
+        self._open: Step | None = None
+        self._ended: Step | None = None
+        self._closed = False
+
+    def submit(
+        self, program: Steps[torch.Tensor], *, step: int, label: object, last: bool, instead: torch.Tensor
+    ) -> Result:
+        """Start a program.
+
+        If the submitting thread waits for the future before the step's end, all programs submitted so far
+        run to their ends before later ones begin. All ranks must then wait at the same point.
+
+        Args:
+            program: The generator that yields collectives.
+            step: The step's number in the meter, taken from the first program of the step.
+            label: The program's name in errors.
+            last: Whether it ends the step.
+            instead: The future's value if the program fails after `guard` was called for its step. Without
+                `guard`, the future raises. On an accelerator its memory is kept for the program.
+
+        Returns:
+            A future of what the program returns.
+
+        Raises:
+            WireError: The engine is closed, or a collective has failed before.
+            ProgramError: An earlier program has failed.
+        """
+        if self._closed:
+            raise WireError(f"{label} was submitted to a closed wire: its DDP model is gone")
+        self._scheduler.raise_error()
+        with at_work():
+            current = self._current_step(step)
+            run = Run(program, label, last, current, instead, partial(_awaited, weakref.ref(self), current))
+            if last:
+                self._ended, self._open = run.step, None
+            if self._side_stream.separate:
+                self._side_stream.keep(instead)  # the caller may drop it while the program uses it
+            self._scheduler.add(run)
+            self._move()
+        return run.future
+
+    def hurry(self, step: Step) -> None:
+        """Run the open step's programs so far to their ends before any that are submitted later."""
+        if step is self._open and step.thread == threading.get_ident():
+            with at_work():
+                self._scheduler.part(step)
+                self._move()
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether a step has begun and its last program has not been submitted."""
+        return self._open is not None
+
+    @property
+    def latest(self) -> Step | None:
+        """The step that ended last, or None once it has been settled."""
+        return self._ended
+
+    def guard(self, step: Step | None = None) -> None:
+        """Declare that `settle` will be called before the results of a step are used.
+
+        Programs of the step that fail then complete their futures with harmless values, and `settle` raises.
+        Exposed time is counted from this call on.
+
+        Args:
+            step: The step; by default the latest.
+
+        Raises:
+            ThinwireError: The first failure so far.
+        """
+        step = step or self._ended
+        if step is not None:
+            step.guarded = True
+            step.awaited_since = time.perf_counter()
+        self.check()
+
+    def settle(self, step: Step | None = None) -> None:
+        """Wait until a step is done.
+
+        Args:
+            step: A step whose last program was submitted; by default the latest.
+
+        Raises:
+            WireError: A collective failed, or the wire thread has died.
+            ProgramError: A program failed.
+        """
+        step = step or self._ended
+        with at_work():
+            while step is not None and not step.done.wait(_CHECK_SECONDS):
+                if self._thread is not None and not self._thread.is_alive():
+                    raise WireError("the wire thread has died, so this step will not end: restart the job")
+            if step is self._ended:
+                self._ended = None
+        self._side_stream.join()  # what the host does next may read, or free, what programs have written
+        self.check()
+
+    def fail(self, error: ThinwireError) -> None:
+        """Take the wire down because ranks have diverged, as a failed program does, and raise the error.
+
+        Args:
+            error: What a check of a finished step has found, on every rank alike.
+
+        Raises:
+            ThinwireError: `error`, now and in every later call.
+        """
+        with self._scheduler.lock:
+            self._scheduler.fail(error)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the first failure so far, if any, without waiting."""
+        self._scheduler.raise_error()
+
+    def stats(self) -> Stats:
+        """Return bytes and times so far."""
+        return self.meter.snapshot()
+
+    def close(self) -> None:
+        """Stop the thread and close the communicator. Later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._end is not None:
+            self._end()
+        else:
+            self._scheduler.join(_JOIN_SECONDS)
+            self._communicator.close()
+
+    def _move(self) -> None:
+        """Take the turns that are due now, and wake the wire thread for the others."""
+        self._push()
+        self._start_thread()
+        self._inbox.put(True)
+
+    def _push(self) -> None:
+        """Advance the scheduler from this thread, unless the wire thread is doing so."""
+        if self._scheduler.lock.acquire(blocking=False):
+            try:
+                with self._side_stream.entered():
+                    self._scheduler.advance(wait=self._inline)
+            finally:
+                self._scheduler.latest_arrival = time.monotonic()  # an inline step may have waited long
+                self._scheduler.lock.release()
+
+    def _current_step(self, number: int) -> Step:
+        if self._open is None:
+            communicator = self._communicator
+            trace = StepTrace(number, communicator.rank, communicator.size, self._purpose)
+            self._open = Step(trace)
+        return self._open
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._scheduler, self._inbox, self._inline), name="thinwire", daemon=True
+            )
+            self._thread.start()
+            # At exit too: a thread that wakes up in C++ while the interpreter shuts down aborts the process.
+            self._end = weakref.finalize(self, _end, self._thread, self._inbox, self._scheduler)
+
+
+def _end(thread: threading.Thread, inbox: "queue.SimpleQueue[bool]", scheduler: Scheduler) -> None:
+    """Stop the wire thread and close the communicator."""
+    inbox.put(False)
+    # The garbage collector calls this too, and may be running on the wire thread itself.
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():  # it waits for a collective, whose result this rank will not use
+            scheduler.communicator.abort()
+            thread.join(_JOIN_SECONDS)
+        if thread.is_alive():  # its backend cannot abort; the thread closes the communicator afterwards
+            return
+    scheduler.join(_JOIN_SECONDS)
+    scheduler.communicator.close()
+
+
+def _awaited(engine: "weakref.ref[Engine]", step: Step) -> None:
+    """React to a wait for a future of this step, without keeping the engine alive."""
+    if (living := engine()) is not None:
+        living.hurry(step)
+
+
+def _serve(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: bool) -> None:
+    """Run the wire thread. It refers to the scheduler only, so it keeps neither engine nor model alive."""
+    while _receive(scheduler, inbox, inline):
+        if not inline:
+            # An interrupt of a program here (SystemExit, say) has failed the scheduler: backward raises it.
+            with scheduler.lock, contextlib.suppress(BaseException):
+                scheduler.advance(wait=False)
+    scheduler.communicator.close()
+
+
+def _receive(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: bool) -> bool:
+    """Wait until a turn may be due, without the scheduler's lock, and fail a step that exceeds the limit.
+
+    What it waits for is the oldest collective in flight, or else the inbox. (A completion callback would not
+    need to wait, but it would run Python on the backend's threads, and those abort the process if they
+    complete while the interpreter shuts down.)
+
+    Returns:
+        Whether to advance; False stops the thread.
+    """
+    if not inline and scheduler.await_oldest():
+        return _nothing_stops(inbox)
+    if scheduler.mid_step:
+        limit = scheduler.communicator.limit.total_seconds()
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=limit)
+        with scheduler.lock:
+            if scheduler.mid_step and time.monotonic() - scheduler.latest_arrival >= limit:
+                scheduler.fail(
+                    WireError(
+                        f"the step's last bucket did not arrive within {limit:g} s. Either backward was"
+                        " interrupted. Or a hook of yours passes only some buckets to thinwire: pass all of"
+                        " them. Or it waits for futures with torch.futures.wait_all or collect_all: call"
+                        " future.wait(), or better return future.then(...)"
+                    )
+                )
+        return True
+    return inbox.get()
+
+
+def _nothing_stops(inbox: "queue.SimpleQueue[bool]") -> bool:
+    """Empty the inbox; return whether the thread may continue."""
+    with contextlib.suppress(queue.Empty):
+        while inbox.get_nowait():
+            continue
+        return False
+    return True

@@ -1,0 +1,41 @@
+"""Reports of failures between ranks, so that an error names the rank that caused it."""
+
+import contextlib
+
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.rendezvous import ranks_text
+
+
+def report(communicator: Communicator, text: str) -> None:
+    """Report a failure of this rank to the others, if they have a store."""
+    if communicator.meeting is not None:
+        with contextlib.suppress(RuntimeError):  # the store's host is gone too, so no rank could read it
+            communicator.meeting.report(text, communicator.roll_call)
+
+
+def roll_call(communicator: Communicator, op: object) -> str:
+    """Describe which ranks report a failure, or which do not.
+
+    Ranks outside the collective may have no failure to report. They are named only if all ranks of the
+    collective have reported, since one outside must then be the cause.
+
+    Args:
+        communicator: The ranks to ask.
+        op: The collective that failed.
+
+    Returns:
+        One or more sentences for the error message.
+    """
+    rank, size, meeting = communicator.rank, communicator.size, communicator.meeting
+    if meeting is None:
+        return "A rank died, stalled, or did not take part: check the logs of the other ranks."
+    try:
+        reports = meeting.reports(communicator.roll_call)
+    except RuntimeError:
+        return "The store does not answer either: its host, often rank 0's, has died or is frozen."
+    silent = [peer for peer in range(size) if peer not in reports]
+    taking_part = getattr(op, "ranks", None) or range(size)
+    silent = [peer for peer in silent if peer in taking_part] or silent
+    if silent:
+        return f"No word from {ranks_text(silent)}: dead, stalled, or not taking part in this step."
+    return " ".join(f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank)

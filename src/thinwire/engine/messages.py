@@ -1,0 +1,115 @@
+"""Collectives as messages from rank to rank, on Gloo.
+
+Gloo's own all-to-all and all-gather send before they announce that they can receive. The announcement then
+waits behind the data, so one direction of a link is idle at a time. Here every receive is posted before
+anything is sent, and both directions are busy at once. Gloo's own reduce-scatter sends as much as an
+all-reduce. Here it is an all-to-all and a sum.
+
+A message is matched by its tag, which is computed from the turn, the kind and the size of its exchange.
+Ranks whose exchanges differ therefore wait for each other up to the time limit, and raise. With equal tags
+Gloo would abort the process where sizes differ, and mix up numbers where they do not.
+"""
+
+import collections
+import contextlib
+import os
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange, ReduceScatter
+from thinwire.engine.pending import Issued
+
+Messaged = AllGather | AllToAll | ReduceScatter | Exchange
+"""The collectives that travel as messages."""
+
+Turn = tuple[int, int]
+"""A bucket's number in its step, and the stage of its program."""
+
+_TAGS = (1 << 31) - 1
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Mailbox:
+    """A sender of one process group's messages, which numbers the exchanges of each turn alike on all ranks.
+
+    Args:
+        group: A process group whose CPU backend is Gloo, and on which nothing else sends messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        self._exchanges: collections.Counter[Turn | None] = collections.Counter()
+
+    def exchange(self, op: Messaged, turn: Turn | None = None) -> Issued:
+        """Issue a collective as messages, and return without waiting for them.
+
+        Args:
+            op: The collective, on the CPU. Torch's works keep its tensor until it is sent.
+            turn: What it is matched by, with the number of its exchanges so far. Ranks may issue exchanges
+                of different turns in different orders. None stands for exchanges in the same order on all.
+
+        Returns:
+            The messages in flight.
+        """
+        if isinstance(op, Exchange):
+            received = op.tensor.new_empty(sum(op.receives))
+            inward, outward = received.split(op.receives), op.tensor.split(op.sends)
+        elif isinstance(op, AllGather):
+            received = op.tensor.new_empty((self._size, *op.tensor.shape))
+            inward, outward = received.unbind(), (op.tensor,) * self._size
+        else:
+            received = torch.empty_like(op.tensor)
+            inward, outward = received.unbind(), op.tensor.unbind()
+        inward[self._rank].copy_(outward[self._rank])
+        try:
+            works = self._post(op, turn, inward, outward)
+        except RuntimeError as error:  # of a connection that broke before, and reported as that of a wait
+            return Issued.failed(error)
+        if isinstance(op, ReduceScatter):
+            return Issued(works, lambda: received.sum(0, dtype=received.dtype))
+        return Issued(works, lambda: received)
+
+    def _post(
+        self,
+        op: Collective,
+        turn: Turn | None,
+        inward: Sequence[torch.Tensor],
+        outward: Sequence[torch.Tensor],
+    ) -> list[dist.Work | None]:
+        """Post the receives, then the sends, each round with another peer on every rank."""
+        self._exchanges[turn] += 1
+        works: list[dist.Work | None] = []
+        for distance in range(1, self._size):
+            peer = (self._rank - distance) % self._size
+            if inward[peer].numel():
+                works.append(self._group.recv([inward[peer]], peer, self._tag(op, turn, inward[peer])))
+        for distance in range(1, self._size):
+            peer = (self._rank + distance) % self._size
+            if outward[peer].numel():
+                works.append(self._group.send([outward[peer]], peer, self._tag(op, turn, outward[peer])))
+        return works
+
+    def _tag(self, op: Collective, turn: Turn | None, message: torch.Tensor) -> int:
+        number = f"{turn} {self._exchanges[turn]}"
+        words = f"{number} {type(op).__name__} {message.numel()} {message.dtype}"
+        return zlib.crc32(words.encode()) & _TAGS
+
+
+def cut(group: dist.ProcessGroup) -> None:
+    """Close a Gloo group's connections: all that is in flight on it fails, here and on its peers.
+
+    Torch cannot abort what Gloo has in flight, and a pending receive keeps its connection open. But Gloo
+    closes all connections of a group when a receive on it times out, so one does, at once. A receive from a
+    peer whose connection is broken already raises before it could time out, so every peer is tried.
+    """
+    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # a message's tag chooses its device
+    for tag in range(devices):
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)

@@ -1,0 +1,121 @@
+"""Many tensors in one flat buffer, so that one collective carries them all."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import ProgramError
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy tensors of one dtype and device into one new flat tensor, in order.
+
+    >>> pack([torch.tensor([[1, 2]]), torch.tensor(3)])
+    tensor([1, 2, 3])
+    """
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpack(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:
+    """Return views of a flat tensor in the given shapes, in order. Together they must cover it exactly.
+
+    >>> unpack(torch.arange(3), [(1, 2), ()])
+    [tensor([[0, 1]]), tensor(2)]
+    """
+    sizes = [torch.Size(shape) for shape in shapes]
+    pieces = flat.split([size.numel() for size in sizes])
+    return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
+
+
+def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor as real numbers, complex ones as pairs in a last dimension of 2.
+
+    >>> real_numbers(torch.tensor([1 + 2j]))
+    tensor([[1., 2.]])
+    """
+    plain = tensor.detach()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, which shares its memory, and any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else tensor.detach().to_local()  # type: ignore[attr-defined]
+
+
+_ALIGNED = 8
+"""Alignment, in bytes, of every tensor in a row of bytes, so that it can be read in place."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of tensors of different dtypes in one row of bytes.
+
+    >>> parts = (torch.tensor([0.5]), torch.tensor([[1, 2]], dtype=torch.uint8))
+    >>> layout = Layout.of(parts)
+    >>> layout.read(layout.write(parts, layout.rows(1)[0]))
+    (tensor([0.5000]), tensor([[1, 2]], dtype=torch.uint8))
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor]) -> "Layout":
+        """Return the layout of tensors with these dtypes and shapes."""
+        return cls(tuple(part.dtype for part in parts), tuple(part.shape for part in parts), parts[0].device)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of a row in bytes."""
+        return sum(end for _, end in self._places()[-1:])
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return `count` rows of zeros."""
+        return torch.zeros(count, self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def write(self, parts: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        """Copy the tensors into a row.
+
+        Args:
+            parts: Tensors with the dtypes and shapes of this layout.
+            row: One of `rows`.
+
+        Returns:
+            `row`.
+
+        Raises:
+            ProgramError: The tensors have another layout.
+        """
+        if Layout.of(parts) != self:
+            raise ProgramError(
+                f"a codec's encoding changed from {self} to {Layout.of(parts)}: shapes and dtypes may depend"
+                " on the number of values, but not on the values"
+            )
+        for place, part in zip(self.read(row), parts, strict=True):
+            place.copy_(part)
+        return row
+
+    def read(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a row, sharing its memory."""
+        return tuple(
+            row[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            if shape.numel()
+            else row.new_empty(shape, dtype=dtype)
+            for (start, _), dtype, shape in zip(self._places(), self.dtypes, self.shapes, strict=True)
+        )
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Return the start and end of every tensor, with its padding."""
+        places, end = [], 0
+        for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
+            size = -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+            places.append((end, end + size))
+            end += size
+        return places
+
+    def __str__(self) -> str:
+        kinds = zip(self.dtypes, self.shapes, strict=True)
+        return " + ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in kinds)

@@ -1,0 +1,317 @@
+"""The scheduler, which advances programs in the static order, on any thread."""
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from thinwire.engine.communicator import Communicator, NotConnectedError
+from thinwire.engine.failure import report, roll_call
+from thinwire.engine.futures import at_work
+from thinwire.engine.meter import Meter
+from thinwire.engine.ops import Await, Collective
+from thinwire.engine.profiling import span, stage_name
+from thinwire.engine.runs import Run, Step, anew
+from thinwire.errors import ProgramError, ThinwireError, WireError
+
+
+class _LostError(Exception):
+    """A collective that failed because a peer, or the network between, is gone."""
+
+    def __init__(self, run: Run, waited: float, reason: str) -> None:
+        super().__init__(reason)
+        self.run = run
+        self.waited = waited
+
+
+class Scheduler:
+    """The runs of an engine, advanced by any thread. Failures are kept in `error`, not raised.
+
+    Only one thread at a time may call `advance`, and must hold `lock`.
+
+    After a failure, ranks may have diverged, so the wire stays down. All programs in flight and all that are
+    submitted later get the same error.
+    """
+
+    def __init__(self, communicator: Communicator, meter: Meter, device_type: str) -> None:
+        self.communicator = communicator
+        self.lock = threading.Lock()
+        self.error: ThinwireError | None = None
+        self.latest_arrival = 0.0
+        self._meter = meter
+        self._device_type = device_type
+        self._arriving: collections.deque[Run | Step] = collections.deque()
+        self._step: Step | None = None
+        self._stages: dict[int, int] = {}
+        """The number of collectives of each bucket in its latest step, for the names of ranges."""
+        self._hanging_up: threading.Thread | None = None
+
+    def raise_error(self) -> None:
+        """Raise the failure that took the wire down, if any.
+
+        Each call raises a new copy, and only the first has the cause. An exception refers to the frames that
+        it passed through, and these refer to the model, so keeping one would keep the model alive.
+        """
+        if self.error is not None:
+            cause, self.error.__cause__ = self.error.__cause__, None
+            raise anew(self.error) from cause
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether a step is running."""
+        return self._step is not None
+
+    def add(self, run: Run) -> None:
+        """Queue a program. The lock is not needed."""
+        self.latest_arrival = time.monotonic()
+        self._arriving.append(run)
+
+    def part(self, step: Step) -> None:
+        """Run a step's queued programs to their ends before later ones. The lock is not needed."""
+        self._arriving.append(step)
+
+    def advance(self, *, wait: bool) -> None:
+        """Take turns as far as the order allows; unless `wait`, stop before a turn that would block."""
+        interrupt: BaseException | None = None
+        # Timing decides which thread this is. Programs must not see its modes, or their numbers would depend
+        # on timing too.
+        with at_work(), torch.no_grad(), _without_autocast(self._device_type):
+            while (step := self._admit()) is not None:
+                stuck, failure = False, self.error
+                if failure is None:
+                    stuck, failure, interrupt = self._attempt(step, wait)
+                if failure is not None:
+                    self.fail(failure)
+                elif step.agenda.finished:
+                    self._finish(step)
+                elif stuck or not self._arriving:
+                    return
+        if interrupt is not None:
+            raise interrupt
+
+    def _attempt(self, step: Step, wait: bool) -> tuple[bool, ThinwireError | None, BaseException | None]:
+        """Take turns; return whether a turn would block, the failure, and the interrupt.
+
+        The caller handles failures. An exception raised inside an `except` block refers to the one being
+        handled, and through it to the model.
+        """
+        lost: _LostError | None = None
+        try:
+            return self._take_turns(step, wait), None, None
+        except ThinwireError as error:
+            return False, error, None
+        except _LostError as error:
+            lost = error
+        except BaseException as error:  # Ctrl-C in backward's thread, or a defect of thinwire
+            return False, WireError(f"interrupted by {type(error).__name__}: {error}"), error
+        return False, self._explain(lost, step), None
+
+    def _admit(self) -> Step | None:
+        """Admit what was queued for the running step, or begin the next; return the step, if any."""
+        if self._step is None and self._arriving:
+            self._step = self._arriving[0].step
+        while self._arriving and self._arriving[0].step is self._step:
+            run = self._arriving.popleft()
+            if isinstance(run, Step):
+                run.agenda.part()
+                continue
+            run.step.runs.append(run)
+            run.step.agenda.arrive()
+            if run.last:
+                run.step.agenda.close()
+        return self._step
+
+    def await_oldest(self) -> bool:
+        """Wait for the collective that has been in flight for longest, and record its end.
+
+        It is the one that the next turn needs, since turns are taken in the order in which their collectives
+        were issued. The lock is not needed, so that backward's thread can take turns meanwhile.
+
+        Returns:
+            False if none is in flight.
+        """
+        step = self._step
+        flying = [
+            (run.record, run.pending)
+            for run in (tuple(step.runs) if step else ())
+            if run.record is not None and run.pending is not None and run.record.ended is None
+        ]
+        if not flying:
+            return False
+        record, pending = min(flying, key=lambda one: one[0].issued)
+        pending.complete()
+        if record.ended is None:
+            record.ended = time.perf_counter()
+        return True
+
+    def fail(self, error: ThinwireError) -> None:
+        """Fail every program of the step, report the error to the other ranks, and close connections."""
+        first, self.error = self.error is None, error.with_traceback(None)
+        error.__context__ = None
+        step, self._step = self._step, None
+        if first:
+            report(self.communicator, f"failed: {error}")
+        for run in step.runs if step else ():
+            run.fail(error)
+        if step:
+            step.end()
+        self._hang_up()
+
+    def join(self, seconds: float) -> None:
+        """Wait up to `seconds` for the process group to close after a failure."""
+        if self._hanging_up is not None:
+            self._hanging_up.join(seconds)
+
+    def _take_turns(self, step: Step, wait: bool) -> bool:
+        """Take the step's turns; return whether it stopped because a collective is still in flight."""
+        stuck = self._take_turns_in_order(step, wait)
+        while self._take_early_turns(step):
+            stuck = self._take_turns_in_order(step, wait)
+        return stuck
+
+    def _take_turns_in_order(self, step: Step, wait: bool) -> bool:
+        """Take turns in the static order, as far as it goes; return whether a turn would block."""
+        while (turn := step.agenda.next()) is not None:
+            bucket, stage = turn
+            run = step.runs[bucket]
+            if run.stage == stage and run.held is None and run.program is not None:
+                if not wait and run.pending is not None and not run.pending.done():
+                    step.agenda.again(bucket, stage)
+                    return True
+                self._resume(run, bucket)
+            if run.stage == stage and run.held is not None:
+                self._issue(run, bucket, run.held)
+            if run.program is not None:
+                step.agenda.again(bucket, stage + 1)
+        return False
+
+    def _take_early_turns(self, step: Step) -> bool:
+        """Take turns before their place in the static order, where program and communicator allow it.
+
+        Returns:
+            Whether there were any. Turns of the static order may then be due.
+        """
+        taken = False
+        for bucket, run in enumerate(step.runs):
+            while run.early and run.held is None and run.pending is not None and run.pending.done():
+                taken = True
+                self._resume(run, bucket)
+                if run.held is not None and self._in_any_order(run.held):
+                    self._issue(run, bucket, run.held)
+        return taken
+
+    def _in_any_order(self, op: Collective | Await) -> bool:
+        return isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
+
+    def _wait(self, run: Run) -> Any:
+        """Wait for the run's last collective and return its result."""
+        assert run.pending is not None
+        assert run.record is not None
+        received, reason = None, None
+        try:
+            with span("wait"):
+                received = run.pending.wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        if run.record.ended is None:
+            run.record.ended = time.perf_counter()
+        if reason is not None:  # raised outside the except block, so that no traceback keeps the collective
+            raise _LostError(run, run.record.ended - run.record.issued, reason)
+        return received
+
+    def _resume(self, run: Run, bucket: int) -> None:
+        """Resume the program with what it waited for, and hold its next collective, if any."""
+        assert run.program is not None
+        received = None if run.pending is None else self._wait(run)
+        started = time.perf_counter()
+        try:
+            with span(stage_name(run.stage, self._stages.get(bucket))):
+                run.held = run.program.send(received)
+        except StopIteration as stop:
+            self._stages[bucket] = run.stage
+            run.resolve(stop.value)
+        except ThinwireError:
+            raise
+        except Exception as error:
+            raise ProgramError(
+                f"the program failed on {run.label}, after {run.stage} collectives:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            run.step.trace.encode_seconds += time.perf_counter() - started
+
+    def _issue(self, run: Run, bucket: int, op: Collective | Await) -> None:
+        started, run.op, lost = time.perf_counter(), op, None
+        run.early = self._in_any_order(op)
+        turn = (bucket, run.stage) if run.early else None
+        try:
+            with span("issue"):
+                pending = self.communicator.issue(op, turn)
+        except NotConnectedError as error:
+            lost = str(error).partition("\n")[0]
+        except RuntimeError as error:
+            if isinstance(error, ThinwireError):
+                raise
+            raise ProgramError(f"the backend rejected {op}, for {run.label}: {error}") from error
+        if lost is not None:
+            raise _LostError(run, time.perf_counter() - started, lost)
+        run.record = run.step.trace.issued(bucket, run.stage, op)
+        run.pending, run.held = pending, None
+        run.stage += 1
+
+    def _finish(self, step: Step) -> None:
+        now = time.perf_counter()
+        exposed = now - step.awaited_since if step.awaited_since is not None else 0.0
+        self._meter.add(step.trace.finish(exposed, timed=self._device_type == "cpu"))
+        self._step = None
+        step.end()
+
+    def _explain(self, lost: _LostError, step: Step) -> WireError:
+        """Return the error for a failed collective, naming the ranks that may have caused it."""
+        run, waited_for = lost.run, str(lost.run.op)
+        where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
+        report(self.communicator, f"waited for {waited_for} at {where}")
+        for other in step.runs:  # they keep the connections open
+            other.pending = None
+        self._hang_up()
+        return WireError(
+            f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
+            f" failed. {roll_call(self.communicator, run.op)} The job cannot continue: restart it from its"
+            f" last checkpoint. (The backend said: {lost})"
+        )
+
+    def _hang_up(self) -> None:
+        """Close the connections, so that ranks which still wait for this one fail at once.
+
+        It runs on its own thread, since some backends close only after collectives in flight have ended.
+        """
+        if self._hanging_up is None:
+            self._hanging_up = threading.Thread(
+                target=_hang_up, args=(self.communicator,), name="thinwire hanging up", daemon=True
+            )
+            self._hanging_up.start()
+
+
+def _hang_up(communicator: Communicator) -> None:
+    communicator.abort()
+    communicator.close()
+
+
+@contextlib.contextmanager
+def _without_autocast(device_type: str) -> Iterator[None]:
+    """Switch autocast off on this thread alone.
+
+    `torch.autocast(enabled=False)` would not do. Leaving its outermost block clears the weight cache of the
+    whole process, and on the wire thread every block is the outermost. A forward on another thread would then
+    cast a weight twice.
+    """
+    enabled = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, enabled)

@@ -1,0 +1,83 @@
+"""Streams of an accelerator: order between them, and memory that more than one of them uses.
+
+torch gives a freed tensor's memory to the next tensor of the stream that allocated it. If another stream
+still uses it, that stream must be recorded, or the allocating stream must wait for it before the tensor is
+freed. On the CPU nothing here does anything. `tests/unit/test_inline_streams.py` checks it against a model
+of streams, events and memory.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def streams_of(device: torch.device) -> Any | None:
+    """Return torch's module of an accelerator, with its streams; None for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def record_use(tensor: torch.Tensor, stream: Any) -> None:
+    """Keep a freed tensor's memory from being reused before a stream has done its present work."""
+    tensor.record_stream(stream)
+
+
+class SideStream:
+    """The stream beside backward's, on which the engine runs programs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = streams_of(device)
+        self._stream: Any = None if self._streams is None else self._streams.Stream(device)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the device has streams, so that memory may be reused before this one is done with it."""
+        return self._stream is not None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the block on this stream, after all that the current stream was given so far."""
+        if self._streams is None:
+            yield
+            return
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
+            yield
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor of the current stream for programs, which may outlive the last reference to it."""
+        if self._stream is not None:
+            record_use(tensor, self._stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        if self._streams is not None:
+            self._streams.current_stream(self._device).wait_stream(self._stream)
+
+
+class Writers:
+    """The streams that write to one buffer, each a part of it.
+
+    A future's callback runs on a stream of its own. The future of the whole buffer, which is completed on the
+    stream of its last part, must come after all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = streams_of(device)
+        self._writing: set[Any] = set()
+
+    def note(self) -> None:
+        """Record that the current stream has written a part."""
+        if self._streams is not None:
+            self._writing.add(self._streams.current_stream(self._device))
+
+    def join(self) -> None:
+        """Let the current stream wait for all that have written a part."""
+        if self._streams is not None:
+            current = self._streams.current_stream(self._device)
+            for stream in self._writing - {current}:
+                current.wait_stream(stream)
+            self._writing.clear()

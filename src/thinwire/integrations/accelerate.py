@@ -1,0 +1,147 @@
+"""Hugging Face Accelerate: `attach` after `prepare`, state in `save_state`, clipping under `ZeRO`."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.attach import attach as attach_ddp
+from thinwire.ddp.unwrap import ddp_of
+from thinwire.errors import AttachError
+from thinwire.gathered_state import GatheredState
+from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.strategies.zero.zero import ZeRO
+from thinwire.wire import Wire
+
+logger = logging.getLogger("thinwire")
+
+_WITHOUT_DDP = {
+    DistributedType.NO: "it has one process, and prepare() makes no DDP model: start the script with"
+    " `accelerate launch --num_processes 2` or more, or leave thinwire out with one process",
+    DistributedType.FSDP: "FSDP shards parameters, and thinwire exchanges whole gradients: leave out"
+    " fsdp_plugin, and use thinwire.ZeRO() to shard the optimizer's state",
+    DistributedType.DEEPSPEED: "DeepSpeed exchanges gradients itself and calls no hook: leave out"
+    " deepspeed_plugin, and use thinwire.ZeRO() for its stage 1",
+    DistributedType.MEGATRON_LM: "Megatron-LM exchanges gradients itself: leave out megatron_lm_plugin",
+    DistributedType.XLA: "XLA devices have no DDP model: thinwire needs one",
+}
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    program: Stage | Schedule,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    **options: Any,
+) -> Wire:
+    """Exchange the gradients, or models, of a prepared model with `program`. Call it on every process.
+
+    `accelerator.save_state` then saves every rank's state of the wire, and of the optimizer where it differs
+    from rank to rank. `accelerator.load_state` loads it on any number of processes. Under `ZeRO`,
+    `accelerator.clip_grad_norm_` clips by the norm over all ranks.
+
+    Args:
+        accelerator: The accelerator that has prepared the model.
+        model: What `accelerator.prepare` returned for it.
+        program: A program, configuration or schedule, as for `thinwire.attach`.
+        optimizer: What `prepare` returned for it. None takes all optimizers of the accelerator that hold
+            parameters of this model.
+        **options: Further options of `thinwire.attach`.
+
+    Returns:
+        The wire.
+
+    Raises:
+        AttachError: The accelerator uses no DDP, or has not prepared the model.
+
+    Example::
+
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        wire = thinwire.integrations.accelerate.attach(accelerator, model, Int8(), optimizer=optimizer)
+    """
+    reason = _WITHOUT_DDP.get(accelerator.distributed_type)
+    if reason is not None:
+        raise AttachError(
+            f"attach needs DDP, and this accelerator is of {accelerator.distributed_type}: {reason}"
+        )
+    try:
+        ddp_of(model)
+    except AttachError as error:
+        raise AttachError(f"{error}. With Accelerate, attach to what prepare(model) returns") from error
+    if optimizer is None:
+        optimizer = _optimizers_of(accelerator, model)
+    options.setdefault("scaler", accelerator.scaler)
+    wire = attach_ddp(model, program, optimizer=optimizer, **options)
+    extra = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
+    everywhere = accelerator.project_configuration.save_on_each_node
+    _register(accelerator, GatheredState(wire, everywhere=everywhere, **extra))
+    if isinstance(wire.program, ZeRO):
+        clip_by_wire(accelerator, model, wire)
+    return wire
+
+
+def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None:
+    """Make `accelerator.clip_grad_norm_` clip a model under `ZeRO` by its norm over all ranks.
+
+    Args:
+        accelerator: The accelerator.
+        model: The prepared model.
+        wire: The wire attached to it.
+    """
+    own = {id(one) for one in ddp_of(model).parameters()}
+    clip: Callable[..., Any] = accelerator.clip_grad_norm_
+
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(id(one) in own for one in given):
+            return clip(given, max_norm, norm_type)
+        accelerator.unscale_gradients()
+        return wire.clip_grad_norm_(max_norm, norm_type)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+
+
+def _optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[Optimizer]:
+    own = {id(one) for one in model.parameters()}
+    return [
+        optimizer
+        for optimizer in accelerator._optimizers
+        if any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+    ]
+
+
+def _register(accelerator: Accelerator, state: GatheredState) -> None:
+    """Save and load the state with the accelerator's own, and load checkpoints without it too.
+
+    Accelerate raises if a checkpoint has fewer objects than are registered. So the state is taken out of its
+    list while such a checkpoint is loaded, and put back before the next save or load.
+    """
+    accelerator.register_for_checkpointing(state)
+    registered = accelerator._custom_objects
+    place = len(registered) - 1
+
+    def put_back(*_: Any) -> None:
+        if all(state is not one for one in registered):
+            registered.insert(place, state)
+
+    def take_out_if_missing(models: Any, folder: str) -> None:
+        put_back()
+        saved = len(list(Path(folder).glob("custom_checkpoint_*.pkl")))
+        if saved == len(registered) - 1:
+            registered.remove(state)
+            logger.warning(
+                "%s has no state of thinwire: residuals and step counts start anew. It was saved before"
+                " thinwire was attached",
+                folder,
+            )
+
+    accelerator.register_save_state_pre_hook(put_back)
+    accelerator.register_load_state_pre_hook(take_out_if_missing)

@@ -1,0 +1,129 @@
+"""Lightning Fabric: `attach` after `setup`, and `State` for `fabric.save` and `fabric.load`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.attach import attach as attach_ddp
+from thinwire.ddp.internals import called_module
+from thinwire.ddp.unwrap import ddp_of
+from thinwire.errors import AttachError
+from thinwire.gathered_state import GatheredState
+from thinwire.strategies.attached import require_ddp
+from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.strategies.zero.zero import ZeRO
+from thinwire.wire import Wire
+
+
+def attach(
+    fabric: Fabric,
+    model: nn.Module,
+    program: Stage | Schedule,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    **options: Any,
+) -> Wire:
+    """Exchange the gradients, or models, of a model of Fabric with `program`. Call it on every process.
+
+    Under `ZeRO`, `fabric.clip_gradients(..., max_norm=...)` clips by the norm over all ranks. To save the
+    wire, put a `State` into the dict that you give to `fabric.save` and `fabric.load`.
+
+    Args:
+        fabric: The fabric that has set up the model, with the strategy `"ddp"`.
+        model: What `fabric.setup` returned for it.
+        program: A program, configuration or schedule, as for `thinwire.attach`.
+        optimizer: What `fabric.setup` returned for it. `LocalSGD` and its like, and `ZeRO`, need it.
+        **options: Further options of `thinwire.attach`. The scaler is that of the fabric's precision.
+
+    Returns:
+        The wire.
+
+    Raises:
+        AttachError: The fabric uses no DDP, or has not set up the model.
+
+    Example::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        wire = thinwire.integrations.fabric.attach(fabric, model, Int8(), optimizer=optimizer)
+        state = {"model": model, "optimizer": optimizer, "thinwire": thinwire.integrations.fabric.State(wire)}
+        fabric.save(path, state)
+    """
+    try:
+        ddp = ddp_of(model)
+    except AttachError as error:
+        raise AttachError(
+            f"attach needs DDP, and the fabric's strategy is {type(fabric.strategy).__name__}: give"
+            ' Fabric(strategy="ddp", devices=2) or more, and attach to what fabric.setup(model) returns. To'
+            " shard the optimizer's state, use thinwire.ZeRO()"
+        ) from error
+    options.setdefault("scaler", _scaler_of(fabric))
+    wire = attach_ddp(ddp, program, optimizer=optimizer, **options)
+    if isinstance(wire.program, ZeRO):
+        _clip_by_wire(fabric, ddp, wire)
+    return wire
+
+
+class State:
+    """All ranks' state of a wire, for the dict given to `fabric.save` and `fabric.load`.
+
+    Make it before `fabric.load`. Fabric loads the objects of a dict in any order. So what is loaded takes
+    effect with the model's next forward, when model and optimizer have theirs.
+
+    Args:
+        wire: What `attach` returned.
+        **extra: As for `GatheredState`.
+    """
+
+    def __init__(self, wire: Wire, **extra: Any) -> None:
+        self._gathered = GatheredState(wire, **extra)
+        self._loaded: Mapping[str, Any] | None = None
+        module = called_module(require_ddp(wire._runner.context.model, "State").ddp("State"))
+        apply = torch.compiler.disable(lambda module, args: self.apply())
+        module.register_forward_pre_hook(apply, prepend=True)  # before the hooks of strategies
+
+    def apply(self) -> None:
+        """Load what was loaded last, now. Every rank must call it, after model and optimizer were loaded."""
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._gathered.load_state_dict(loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks. Fabric calls it on every rank."""
+        self.apply()
+        return self._gathered.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved state until the next forward."""
+        self._loaded = state
+
+
+def _scaler_of(fabric: Fabric) -> Any:
+    return getattr(fabric.strategy.precision, "scaler", None)
+
+
+def _clip_by_wire(fabric: Fabric, ddp: nn.Module, wire: Wire) -> None:
+    """Make `fabric.clip_gradients` clip this model under `ZeRO` by its norm over all ranks."""
+    strategy = fabric.strategy
+    clip = strategy.clip_gradients_norm
+
+    def clip_gradients_norm(
+        module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **more: Any
+    ) -> Any:
+        if _ddp_or_none(module) is not ddp:
+            return clip(module, optimizer, max_norm, norm_type, **more)
+        strategy.precision.unscale_gradients(optimizer)
+        return wire.clip_grad_norm_(max_norm, norm_type)
+
+    strategy.clip_gradients_norm = clip_gradients_norm
+
+
+def _ddp_or_none(module: nn.Module) -> nn.Module | None:
+    """Return the DDP model inside a module, or None if there is none."""
+    try:
+        return ddp_of(module)
+    except AttachError:
+        return None

@@ -1,0 +1,116 @@
+"""Lightning's `Trainer`: a callback that attaches when training starts."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.attach import attach
+from thinwire.ddp.unwrap import ddp_of
+from thinwire.errors import AttachError
+from thinwire.gathered_state import GatheredState
+from thinwire.integrations.metrics import Metrics
+from thinwire.integrations.resume import expect_own_states, load_or_warn
+from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.strategies.zero.zero import ZeRO
+from thinwire.wire import Wire
+
+logger = logging.getLogger("thinwire")
+
+
+class ThinwireCallback(Callback):
+    """A callback that exchanges the model's gradients, or models, with `program`.
+
+    It attaches when training starts, with the strategy `"ddp"` on any device. All ranks' state is in the
+    checkpoints of the trainer, and a resumed run loads it, with any number of processes. Every
+    `log_every_n_steps` steps the figures of `Metrics` go to the trainer's loggers. Under `ZeRO`,
+    `gradient_clip_val` is the norm over all ranks.
+
+    Args:
+        program: A program, configuration or schedule, as for `thinwire.attach`.
+        finalize: Whether to synchronise averaged models before each validation. If False, each rank validates
+            its own model, and `ModelCheckpoint` saves rank 0's. At the end they are always synchronised.
+        **options: Further options of `thinwire.attach`. The optimizers and the scaler are the trainer's.
+
+    Example::
+
+        Trainer(strategy="ddp", callbacks=[ThinwireCallback(thinwire.PowerSGD(rank=4))]).fit(model)
+    """
+
+    def __init__(self, program: Stage | Schedule, *, finalize: bool = False, **options: Any) -> None:
+        self.wire: Wire | None = None
+        """The wire, from the start of training on."""
+        self._program = program
+        self._finalize = finalize
+        self._options = options
+        self._saved: Mapping[str, Any] | None = None
+        self._state: GatheredState | None = None
+        self._metrics: Metrics | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the DDP model, and load the state of the checkpoint that is resumed.
+
+        Only now are model, optimizers and loops restored. Lightning has called `load_state_dict` before DDP
+        existed.
+        """
+        ddp = _ddp_of(trainer)
+        saved, self._saved = (self._saved if trainer.ckpt_path else None), None
+        if saved is not None:
+            expect_own_states(trainer.optimizers)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        options = {"scaler": scaler, **self._options}
+        wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
+        self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
+        self.wire, self._metrics = wire, Metrics(wire)
+        if isinstance(wire.program, ZeRO):
+            trainer.precision_plugin.clip_grad_by_norm = lambda _, norm: wire.clip_grad_norm_(norm)
+        if trainer.ckpt_path:
+            load_or_warn(wire, self._state, saved, str(trainer.ckpt_path))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Send the wire's figures to the trainer's loggers."""
+        due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
+        figures = self._metrics() if due and self._metrics is not None else {}
+        for one in trainer.loggers if figures else ():
+            one.log_metrics(figures, step=trainer.global_step - 1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Synchronise averaged models, if configured."""
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if self._finalize and self.wire is not None and fits:
+            self.wire.finalize()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Synchronise averaged models."""
+        if self.wire is not None:
+            self.wire.finalize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all ranks' state for the trainer's checkpoint. Lightning calls it on every rank."""
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state of a checkpoint until training starts."""
+        self._saved = state_dict
+
+
+def _ddp_of(trainer: Any) -> DistributedDataParallel:
+    """Return the trainer's DDP model, or raise AttachError with the reason why there is none."""
+    strategy = trainer.strategy
+    try:
+        ddp = ddp_of(strategy.model)
+    except AttachError as error:
+        raise AttachError(
+            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: give"
+            ' Trainer(strategy="ddp", devices=2) or more devices or nodes. To shard the optimizer\'s state,'
+            " use thinwire.ZeRO()"
+        ) from error
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        logger.warning(
+            "DDPStrategy(ddp_comm_hook=...) is ignored by Lightning on %s: thinwire exchanges gradients",
+            strategy.root_device.type,
+        )
+    return ddp

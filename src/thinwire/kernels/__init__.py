@@ -1,0 +1,1 @@
+"""Native code for codecs and PowerSGD, called through ctypes. Every function has a pure-torch counterpart."""

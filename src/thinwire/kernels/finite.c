@@ -1,0 +1,16 @@
+/* Whether all numbers are finite, alone or as a by-product of scaling them. */
+#include "kernels.h"
+
+CLONES EXPORT int32_t tw_finite(const float *x, int64_t n) { return largest_magnitude(x, n) < INFINITE; }
+
+/* Multiply in place. Return whether all products are finite. */
+CLONES EXPORT int32_t tw_scale_finite(float *x, int64_t n, float factor) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float scaled = x[i] * factor;
+        x[i] = scaled;
+        int32_t own = magnitude_bits(scaled);
+        most = own > most ? own : most;
+    }
+    return most < INFINITE;
+}

@@ -1,0 +1,1 @@
+"""Checks during training: audits of compression, comparison of replicas."""

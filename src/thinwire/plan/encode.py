@@ -1,0 +1,191 @@
+"""The time that a program spends on the host, from a micro-benchmark on this machine.
+
+A layout is run on random numbers, one rank in this process, each collective answered at once. Time before
+each collective, and after the last, is a stage of its own. Layouts that are too large, or too many, take the
+time of the measured one with the nearest size, in proportion to their numbers. With more than a few ranks
+the time grows linearly in their number.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from thinwire.engine.ops import Steps
+from thinwire.engine.simulate import rehearse
+from thinwire.plan.traffic import Layout
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Outcome
+
+_NUMBERS = 1 << 22
+"""The most numbers of a layout that is measured."""
+_ROUNDS = 5
+_MOST_RANKS, _FEW_RANKS = 8, 2
+_SIGNIFICANT = 1.2
+"""The least ratio of two times that are more than chance apart."""
+
+
+def contention(cores: float) -> float:
+    """Return how much longer encoding takes in training, where the network's threads need cores too.
+
+    Measured alone, a program has a core to itself. In training one more thread for each rank is busy with the
+    network, so the rank's cores serve one thread more.
+
+    >>> contention(1.0), contention(4.0)
+    (2.0, 1.25)
+    """
+    return 1 + 1 / cores
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured times of a layout, by stage. Stages are one more than collectives.
+
+    Attributes:
+        seconds: Those of the fastest round.
+        spread: The relative distance of the quartiles of their sum.
+        numbers: The count of numbers that was measured.
+        per_rank: Further seconds for each rank beyond the number that was measured.
+    """
+
+    seconds: tuple[float, ...]
+    spread: float
+    numbers: int
+    per_rank: tuple[float, ...]
+
+    def of(self, numbers: int, extra_ranks: int) -> tuple[float, ...]:
+        """Return the times of so many numbers and further ranks."""
+        scale = numbers / max(1, self.numbers)
+        times = zip(self.seconds, self.per_rank, strict=True)
+        return tuple(scale * seconds + extra_ranks * more for seconds, more in times)
+
+
+@dataclass
+class Speeds:
+    """Times of layouts that were measured here.
+
+    Attributes:
+        budget: The count of numbers that may still be measured, for each program.
+        factor: What the times are multiplied by, see `contention`.
+    """
+
+    budget: int = 2 * _NUMBERS
+    factor: float = 1.0
+    _known: dict[tuple[Layout, int], Speed] = field(default_factory=dict)
+    _used: dict[str, int] = field(default_factory=dict)
+
+    def seconds(self, layout: Layout, ranks: int, step: int) -> tuple[float, ...]:
+        """Return the time of each stage of a layout."""
+        found = self._speed(layout, min(ranks, _MOST_RANKS), step)
+        extra = max(0, ranks - _MOST_RANKS)
+        return tuple(self.factor * one for one in found.of(layout.numbers, extra))
+
+    def spread(self) -> float:
+        """Return the typical relative spread of the measured times."""
+        found = [one.spread for one in self._known.values()]
+        return statistics.median(found) if found else 0.0
+
+    def _speed(self, layout: Layout, ranks: int, step: int) -> Speed:
+        key = (layout, ranks)
+        if key not in self._known:
+            used = self._used.get(layout.text, 0)
+            similar = [
+                (one, speed)
+                for (one, count), speed in self._known.items()
+                if one.text == layout.text and count == ranks
+            ]
+            if similar and (used + layout.numbers > self.budget or layout.numbers > _NUMBERS):
+                nearest = min(similar, key=lambda pair: abs(pair[0].numbers - layout.numbers))
+                return nearest[1]
+            self._used[layout.text] = used + layout.numbers
+            self._known[key] = measure(layout, ranks, step)
+        return self._known[key]
+
+
+def measure(layout: Layout, ranks: int, step: int) -> Speed:
+    """Measure the time of each stage of a layout on this machine.
+
+    Args:
+        layout: The layout. A large one is cut to its first parameters, and a large parameter to some rows.
+        ranks: The number of ranks.
+        step: The step, as some programs begin with others.
+    """
+    sample = _cut(layout)
+    seconds, spread = _timed(sample, ranks, step)
+    per_rank = tuple(0.0 for _ in seconds)
+    if ranks == _MOST_RANKS:
+        fewer, _ = _timed(sample, _FEW_RANKS, step)
+        grows = sum(seconds) > _SIGNIFICANT * sum(fewer)
+        extra = ranks - _FEW_RANKS
+        per_rank = tuple(
+            max(0.0, (more - less) / extra) if grows else 0.0
+            for more, less in zip(seconds, fewer, strict=True)
+        )
+    return Speed(seconds, spread, sample.numbers, per_rank)
+
+
+def _cut(layout: Layout) -> Layout:
+    """Return a layout of at most `_NUMBERS` numbers, with the first parameters and as many rows as fit."""
+    shapes: list[torch.Size] = []
+    left = _NUMBERS
+    for shape in layout.shapes:
+        rest = shape.numel() // shape[0] if len(shape) else 1
+        rows = min(shape[0], max(1, left // max(1, rest))) if len(shape) else 1
+        shapes.append(torch.Size((rows, *shape[1:])) if len(shape) else shape)
+        left -= shapes[-1].numel()
+        if left <= 0:
+            break
+    exact = tuple(place for place in layout.exact if place < len(shapes))
+    return Layout(layout.text, tuple(shapes), exact, layout.program)
+
+
+def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], float]:
+    """Return the times of the fastest round by stage, and the relative distance of the rounds' quartiles.
+
+    The fastest round is the one that other processes have disturbed least.
+    """
+    memory, rounds = Memory(), []
+    numbers = torch.empty(layout.numbers, dtype=torch.float32, device="cpu").normal_(
+        generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        for number in range(_ROUNDS + 1):
+            staged, seconds = memory.staged(), list[float]()
+            bucket = layout.bucket(numbers.clone(), ranks, step + number)
+            for _ in rehearse(_clocked(layout.program(bucket, staged), seconds), 0, ranks):
+                continue
+            staged.commit()
+            rounds.append(seconds)
+    del rounds[0]  # memory is allocated, and residuals are zero
+    totals = sorted(map(sum, rounds))
+    low, middle, high = statistics.quantiles(totals, n=4)
+    spread = (high - low) / middle if middle else 0.0
+    return tuple(min(rounds, key=sum)), spread
+
+
+def _clocked(steps: Steps[Outcome], seconds: list[float]) -> Steps[Outcome]:
+    """Run a program, and append the time of each stage."""
+    received = None
+    while True:
+        started = time.perf_counter()
+        try:
+            op = steps.send(received)
+        except StopIteration as stop:
+            seconds.append(time.perf_counter() - started)
+            outcome: Outcome = stop.value
+            return outcome
+        seconds.append(time.perf_counter() - started)
+        received = yield op
+
+
+def copy_rate() -> float:
+    """Measure the bytes per second of a copy between tensors that are larger than caches."""
+    source = torch.ones(_NUMBERS, dtype=torch.float32, device="cpu")
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return source.nbytes / min(seconds)

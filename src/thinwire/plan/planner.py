@@ -1,0 +1,197 @@
+"""The planner: rows of predicted costs for candidates on a network, and where each stops paying."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from thinwire.engine.order import LOOKAHEAD
+from thinwire.plan.candidates import PLAIN_DDP, Candidate, ModelExchange, exchanges_of, outer_bytes
+from thinwire.plan.compute import Measured
+from thinwire.plan.cost import Chunk, Compute, Cost, averaged_cost, step_cost
+from thinwire.plan.encode import Speeds
+from thinwire.plan.gaps import Gap, Known
+from thinwire.plan.network import Link, Network
+from thinwire.plan.traffic import Handed, Layout, handed_over, plain_buckets, traffic
+
+MODEL_ERROR = 0.1
+"""The relative error of the cost model itself, which an interval always has (docs/plan.md)."""
+_SLOWEST, _FASTEST = 1e5, 1e12
+_HALVINGS = 24
+
+
+@dataclass(frozen=True)
+class Row:
+    """The plan of one candidate.
+
+    Attributes:
+        candidate: The way to train.
+        cost: Its predicted cost.
+        low: The shortest step that is likely, in seconds.
+        high: The longest step that is likely.
+        speed_up: Plain DDP's step over its own.
+        memory: Bytes that it takes beyond plain DDP, at most.
+        gap: The expected loss gap, or None if it is unknown.
+        crossover: Bits per second up to which it is faster than plain DDP: 0 if it never is, infinite if it
+            always is. None for plain DDP.
+    """
+
+    candidate: Candidate
+    cost: Cost
+    low: float
+    high: float
+    speed_up: float
+    memory: int
+    gap: Gap | None
+    crossover: float | None
+
+
+@dataclass
+class Planner:
+    """Predicts costs from one model's shapes and times, and from speeds that are measured once.
+
+    Attributes:
+        measured: The model and its step without communication.
+        step: The step for which costs are predicted, as some programs begin with others.
+        speeds: The measured times of programs.
+        itemsize: Bytes of a gradient's number.
+    """
+
+    measured: Measured
+    step: int = 1000
+    speeds: Speeds = field(default_factory=Speeds)
+    itemsize: int = 4
+
+    @property
+    def compute(self) -> Compute:
+        """The step without communication."""
+        return self.measured.compute
+
+    def cost(self, candidate: Candidate, network: Network) -> Cost:
+        """Return the predicted cost of a step."""
+        network = network.on_busy_hosts(self.compute.cores)
+        if candidate.averaging is None:
+            handed = self._handed(candidate)
+            chunks = [self._chunk(one, candidate, network.ranks) for one in handed]
+            return step_cost(chunks, self.compute, network)
+        exchanges = [
+            ([self._model_chunk(layout, one.ranks) for layout in one.layouts], one.overlap)
+            for one in self._exchanges(candidate, network.ranks)
+        ]
+        size = self.itemsize * sum(shape.numel() for shape in self.measured.shapes.values())
+        return averaged_cost(exchanges, candidate.period, self.compute, network, size)
+
+    def memory(self, candidate: Candidate, ranks: int) -> int:
+        """Return the bytes that a candidate takes beyond plain DDP.
+
+        These are what programs keep, a second copy of it while a step may be rolled back, the collectives in
+        flight, and the anchors of averaged models.
+        """
+        config = candidate.averaging
+        if candidate.given is None:
+            return 0
+        if config is None:
+            layouts = [one.layout for one in self._handed(candidate)]
+        else:
+            layouts = [one for exchange in self._exchanges(candidate, ranks) for one in exchange.layouts]
+        found = [traffic(layout, ranks, self.step) for layout in layouts]
+        flying = sorted((one.in_flight for one in found), reverse=True)[: LOOKAHEAD + 1]
+        anchors = 0 if config is None else outer_bytes(config, self.measured.shapes)
+        return 2 * sum(one.kept for one in found) + sum(flying) + anchors
+
+    def rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
+        """Return the plan of each candidate, plain DDP first.
+
+        Args:
+            candidates: What to compare with plain DDP.
+            network: The network.
+            known: Measured loss gaps.
+        """
+        return [
+            replace(
+                row, crossover=None if row.candidate.given is None else self.crossover(row.candidate, network)
+            )
+            for row in self.quick_rows(candidates, network, known)
+        ]
+
+    def quick_rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
+        """Return the same rows without their crossovers, which take longest to find."""
+        plain = self.cost(PLAIN_DDP, network)
+        both = [(PLAIN_DDP, plain), *((one, self.cost(one, network)) for one in candidates)]
+        return [self._row(one, cost, plain, network, known) for one, cost in both]
+
+    def _row(self, candidate: Candidate, cost: Cost, plain: Cost, network: Network, known: Known) -> Row:
+        width = self._half_width(cost, network)
+        return Row(
+            candidate,
+            cost,
+            max(cost.compute, cost.step - width) if cost.step > cost.compute else cost.step - width,
+            cost.step + width,
+            plain.step / cost.step,
+            self.memory(candidate, network.ranks),
+            known.gap(candidate.given),
+            None,
+        )
+
+    def _half_width(self, cost: Cost, network: Network) -> float:
+        """Return half of a step's interval, from the spreads of what was measured and the model's error."""
+        parts = (
+            self.compute.spread,
+            cost.encode * self.speeds.spread(),
+            cost.exposed * network.spread,
+            cost.step * MODEL_ERROR,
+        )
+        return math.sqrt(sum(part**2 for part in parts))
+
+    def crossover(self, candidate: Candidate, network: Network) -> float:
+        """Return the rate of the slower direction up to which a candidate is faster than plain DDP.
+
+        Both directions are scaled alike. Latency and hosts stay the same.
+        """
+        shape = network.link
+        slower = min(shape.up, shape.down)
+
+        def gain(rate: float) -> float:
+            base = Link(up=1.0, down=1.0, latency=shape.latency, duplex=shape.duplex)
+            relative = base if math.isinf(slower) else shape.scaled(1 / slower)
+            there = replace(network, link=relative.scaled(rate))
+            return self.cost(PLAIN_DDP, there).step - self.cost(candidate, there).step
+
+        if gain(_SLOWEST) <= 0:
+            return 0.0
+        if gain(_FASTEST) > 0:
+            return math.inf
+        low, high = math.log(_SLOWEST), math.log(_FASTEST)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if gain(math.exp(middle)) > 0 else (low, middle)
+        return math.exp(low)
+
+    def _handed(self, candidate: Candidate) -> list[Handed]:
+        shapes, size = self.measured.shapes, self.itemsize
+        if candidate.given is None:
+            return plain_buckets(shapes, candidate.bucket_mb, size)
+        return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
+
+    def _exchanges(self, candidate: Candidate, ranks: int) -> list[ModelExchange]:
+        assert candidate.averaging is not None
+        return exchanges_of(candidate.averaging, self.measured.shapes, ranks, candidate.period)
+
+    def _chunk(self, handed: Handed, candidate: Candidate, ranks: int) -> Chunk:
+        layout, arrivals = handed.layout, self.compute.arrivals
+        arrival = arrivals[handed.parameters - 1] if arrivals else self.compute.backward
+        transfers = traffic(layout, ranks, self.step).transfers
+        if candidate.given is None:  # DDP divides in its copy
+            encode: tuple[float, ...] = (0.0,) * (len(transfers) + 1)
+        else:
+            encode = self._encode(layout, ranks, len(transfers))
+        return Chunk(arrival, self.itemsize * layout.numbers, encode, transfers)
+
+    def _model_chunk(self, layout: Layout, ranks: int) -> Chunk:
+        transfers = traffic(layout, ranks, self.step).transfers
+        return Chunk(0.0, 4 * layout.numbers, self._encode(layout, ranks, len(transfers)), transfers)
+
+    def _encode(self, layout: Layout, ranks: int, collectives: int) -> tuple[float, ...]:
+        """Return the times of all stages. Collectives of one rank alone are joined with the stage before."""
+        seconds = self.speeds.seconds(layout, ranks, self.step)
+        extra = len(seconds) - collectives - 1
+        return seconds if extra <= 0 else (sum(seconds[: extra + 1]), *seconds[extra + 1 :])

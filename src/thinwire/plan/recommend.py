@@ -1,0 +1,145 @@
+"""The recommendation of a plan: one candidate, or none, and the reason."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from thinwire.plan.network import Network
+from thinwire.plan.planner import MODEL_ERROR, Row
+from thinwire.units import show_bytes, show_rate, show_seconds
+
+MAX_GAP = 0.01
+"""The largest expected loss gap of a recommendation, unless the user gives one."""
+WORTH = 1 + MODEL_ERROR
+"""The least speed-up that is worth a change: more than the error of the prediction."""
+_NEAR = 1.05
+"""The ratio of step times within which the candidate with the smallest loss gap is preferred."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a recommendation must respect.
+
+    Attributes:
+        gap: The largest expected loss gap. Candidates whose gap is unknown are not recommended.
+        memory: The most bytes beyond plain DDP. None for no limit.
+        exclude: Names of programs to leave out, with or without their options.
+    """
+
+    gap: float = MAX_GAP
+    memory: float | None = None
+    exclude: Collection[str] = ()
+
+    def objection(self, row: Row) -> str | None:
+        """Return why a candidate is not recommended, or None."""
+        name = row.candidate.name
+        if any(name == one or name.partition("(")[0].lower() == one.lower() for one in self.exclude):
+            return "excluded"
+        if row.gap is None:
+            return "its loss gap is unknown"
+        if row.gap.value > self.gap:
+            return f"its loss gap of {100 * row.gap.value:.2g} % exceeds {100 * self.gap:.2g} %"
+        if self.memory is not None and row.memory > self.memory:
+            return f"it takes {show_bytes(row.memory)} of memory, more than {show_bytes(self.memory)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        row: The recommended candidate, or None to stay with plain DDP.
+        text: The recommendation and its reason, as sentences.
+    """
+
+    row: Row | None
+    text: str
+
+
+def recommend(
+    rows: Sequence[Row], network: Network, limits: Limits, steps: int | None = None
+) -> Recommendation:
+    """Choose the fastest candidate within the limits, or plain DDP.
+
+    A candidate must be faster than plain DDP by more than `WORTH`. Of those within 5 % of the fastest, the
+    one with the smallest loss gap wins, then the one that takes less memory.
+
+    Args:
+        rows: The plan of every candidate, plain DDP first.
+        network: The network of the plan.
+        limits: What to respect.
+        steps: The number of steps of the training, to tell how long it takes.
+    """
+    plain, others = rows[0], [row for row in rows[1:] if limits.objection(row) is None]
+    here = f"{network.ranks} hosts, {_link_text(network)}"
+    share = plain.cost.exposed / plain.cost.step
+    spent = f"plain DDP waits {share:.0%} of a step for the network"
+    paying = [row for row in others if row.speed_up > WORTH]
+    if not paying:
+        best = max(others, key=lambda row: row.speed_up, default=None)
+        reason = (
+            "no program is within the limits"
+            if best is None
+            else f"the best within the limits, {best.candidate.name}, is {best.speed_up:.2f} x as fast"
+        )
+        return Recommendation(
+            None, f"Don't. On {here}, stay with plain DDP: {spent}, and {reason}.{_tempting(rows, limits)}"
+        )
+    fastest = min(row.cost.step for row in paying)
+    near = [row for row in paying if row.cost.step <= _NEAR * fastest]
+    best = min(near, key=lambda row: (round(max(0.0, _gap(row)), 3), row.memory, row.cost.step))
+    text = (
+        f"On {here}, use {best.candidate.name}: {spent}; a step takes {show_seconds(best.cost.step)} instead"
+        f" of {show_seconds(plain.cost.step)}, {best.speed_up:.2f} x as fast"
+        f"{_training(plain, best, steps)}. Expected loss gap: {best.gap}.{_until(best)}"
+    )
+    return Recommendation(best, text + _tempting(rows, limits, best))
+
+
+def _gap(row: Row) -> float:
+    return row.gap.value if row.gap else 0.0
+
+
+def _link_text(network: Network) -> str:
+    link = network.link
+    rates = (
+        show_rate(_rounded(link.up))
+        if link.up == link.down
+        else f"{show_rate(_rounded(link.up))} up and {show_rate(_rounded(link.down))} down"
+    )
+    return f"{rates} for data, {show_seconds(2 * link.latency)} round trip"
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
+def _training(plain: Row, best: Row, steps: int | None) -> str:
+    if steps is None:
+        return ""
+    return (
+        f"; {steps} steps take {_hours(steps * best.cost.step)} instead of {_hours(steps * plain.cost.step)}"
+    )
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _until(best: Row) -> str:
+    if best.crossover is None or best.crossover == float("inf"):
+        return ""
+    return f" It stops paying above {show_rate(_rounded(best.crossover))}."
+
+
+def _tempting(rows: Sequence[Row], limits: Limits, best: Row | None = None) -> str:
+    """Return a sentence about the fastest candidate that the limits exclude, if it is faster."""
+    floor = best.speed_up if best else WORTH
+    others = [(row, limits.objection(row)) for row in rows[1:] if row.speed_up > _NEAR * floor]
+    rejected = [(row, why) for row, why in others if why and why != "excluded"]
+    if not rejected:
+        return ""
+    row, why = max(rejected, key=lambda pair: pair[0].speed_up)
+    return f" Faster, but {why}: {row.candidate.name} ({row.speed_up:.2f} x)."

@@ -1,0 +1,205 @@
+"""The collectives of a program on a model, told by the program itself on tensors without values."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from thinwire.ddp.parts import Part, parts_of
+from thinwire.engine.ops import AllGather, AllReduce, Broadcast, Collective, Reduce
+from thinwire.engine.simulate import rehearse
+from thinwire.plan.network import Transfer
+from thinwire.programs.allreduce import Exact
+from thinwire.programs.memory import Memory
+from thinwire.programs.naming import describe
+from thinwire.programs.program import Bucket, Program, Programs
+from thinwire.programs.rules import exceptions_of
+
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+"""DDP's default sizes of the first bucket and of the others."""
+_FEW = 8
+"""The number of ranks up to which a program is run, even if it can tell its collectives without."""
+_META = torch.device("meta")
+
+Shapes = Mapping[str, torch.Size]
+"""The shapes of parameters by name, in the order in which backward computes their gradients."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Gradients that one program averages together, without names, so that equal layers share one.
+
+    Attributes:
+        text: The program with all its options, by which layouts are compared.
+        shapes: The shapes of the parameters.
+        exact: The places of those whose mean must be exact.
+        program: The program.
+    """
+
+    text: str
+    shapes: tuple[torch.Size, ...]
+    exact: tuple[int, ...]
+    program: Program = field(compare=False)
+
+    @classmethod
+    def of(cls, program: Program, names: Sequence[str], shapes: Shapes, exact: Collection[str]) -> "Layout":
+        """Return the layout of some parameters."""
+        places = tuple(place for place, name in enumerate(names) if name in exact)
+        return cls(describe(program), tuple(shapes[name] for name in names), places, program)
+
+    @property
+    def numbers(self) -> int:
+        """The count of numbers."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def bucket(self, buffer: torch.Tensor, world_size: int, step: int) -> Bucket:
+        """Return a bucket of rank 0 with this layout."""
+        names = tuple(str(place) for place in range(len(self.shapes)))
+        exact = frozenset(names[place] for place in self.exact)
+        return Bucket(0, buffer, names, self.shapes, 0, world_size, step, exact=exact)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a program does with one layout on one number of ranks.
+
+    Attributes:
+        transfers: Its collectives.
+        kept: Bytes that it keeps between steps.
+        in_flight: Bytes of the collectives' tensors, sent and received.
+    """
+
+    transfers: tuple[Transfer, ...]
+    kept: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A layout in the order in which DDP hands gradients over.
+
+    Attributes:
+        layout: The layout.
+        parameters: The number of parameters that are computed when it is handed over.
+    """
+
+    layout: Layout
+    parameters: int
+
+
+def buckets_of(shapes: Shapes, bucket_mb: float | None, itemsize: int = 4) -> list[tuple[str, ...]]:
+    """Return the parameters of DDP's buckets, as after its first backward.
+
+    Args:
+        shapes: The shapes in the order of gradients.
+        bucket_mb: `bucket_cap_mb` of DDP. None for its default, with a small first bucket.
+        itemsize: Bytes of a number.
+
+    >>> sizes = {"a": torch.Size((1 << 18,)), "b": torch.Size((1 << 10,)), "c": torch.Size((1 << 20,))}
+    >>> buckets_of(sizes, None)
+    [('a',), ('b', 'c')]
+    """
+    most = BUCKET if bucket_mb is None else int(bucket_mb * (1 << 20))
+    limit = min(FIRST_BUCKET, most) if bucket_mb is None else most
+    buckets: list[tuple[str, ...]] = []
+    names: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        names.append(name)
+        size += itemsize * shape.numel()
+        if size >= limit:
+            buckets.append(tuple(names))
+            names, size, limit = [], 0, most
+    return [*buckets, tuple(names)] if names else buckets
+
+
+def handed_over(
+    program: Program, shapes: Shapes, bucket_mb: float | None = None, itemsize: int = 4
+) -> list[Handed]:
+    """Return what `attach` makes of DDP's buckets, in the order in which programs are started.
+
+    Args:
+        program: The program. Vectors are exact beside it where it spares them.
+        shapes: The shapes in the order of gradients.
+        bucket_mb: As for `buckets_of`.
+        itemsize: Bytes of a number.
+    """
+    exceptions = exceptions_of((), program, shapes)
+    exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
+    programs = Programs(program, exceptions, exact, sliced=True)
+    nbytes = {name: itemsize * shape.numel() for name, shape in shapes.items()}
+    found: list[Handed] = []
+    late: list[str] = []
+    computed = 0
+    for names in buckets_of(shapes, bucket_mb, itemsize):
+        computed += len(names)
+        for part in parts_of(names, nbytes, programs):
+            if part.late:
+                late += part.names
+            else:
+                found += [Handed(_layout(one, shapes), computed) for one in part.sliced(nbytes)]
+    if late:
+        found.append(Handed(_layout(Part(Exact(), tuple(late)), shapes), computed))
+    return found
+
+
+def plain_buckets(shapes: Shapes, bucket_mb: float | None = None, itemsize: int = 4) -> list[Handed]:
+    """Return the buckets of plain DDP, which are all-reduced whole."""
+    found: list[Handed] = []
+    computed = 0
+    for names in buckets_of(shapes, bucket_mb, itemsize):
+        computed += len(names)
+        found.append(Handed(_layout(Part(Exact(), names), shapes), computed))
+    return found
+
+
+def _layout(part: Part, shapes: Shapes) -> Layout:
+    return Layout.of(part.program, part.names, shapes, part.exact)
+
+
+@lru_cache(maxsize=4096)
+def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.float32) -> Traffic:
+    """Return the collectives of a layout, from a run of its program on tensors without values.
+
+    Args:
+        layout: The gradients and their program.
+        ranks: The number of ranks.
+        step: The step, as some programs begin with others.
+        dtype: The type of gradients.
+    """
+    memory = Memory()
+    bucket = layout.bucket(torch.empty(layout.numbers, dtype=dtype, device=_META), ranks, step)
+    with torch.no_grad():
+        ops = list(_collectives(layout.program, bucket, memory))
+    if ranks > _FEW and not memory.state_dict():
+        kept = traffic(layout, 2, step, dtype).kept  # an outline keeps nothing
+    else:
+        kept = sum(one.nbytes for slots in memory.state_dict().values() for one in slots.values())
+    transfers = tuple(_transfer(op, ranks) for op in ops if op.place(0, ranks)[1] > 1)
+    return Traffic(transfers, kept, sum(op.nbytes + _received(op, ranks) for op in ops))
+
+
+def _collectives(program: Program, bucket: Bucket, memory: Memory) -> Iterator[Collective]:
+    """Yield a program's collectives, by its outline where running it for every rank would take long."""
+    outline = getattr(program, "outline", None)
+    if outline is not None and bucket.world_size > _FEW:
+        told: Iterable[Collective] | None = outline(bucket)
+        if told is not None:
+            yield from told
+            return
+    yield from rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
+
+
+def _received(op: Collective, ranks: int) -> int:
+    """Return the bytes of a collective's result that is a tensor of its own."""
+    if isinstance(op, AllGather):
+        return op.nbytes * op.place(0, ranks)[1]
+    return 0 if isinstance(op, AllReduce | Reduce | Broadcast) else op.nbytes
+
+
+def _transfer(op: Collective, ranks: int) -> Transfer:
+    place, count = op.place(0, ranks)
+    local = op.ranks is not None and list(op.ranks) == list(range(op.ranks[0], op.ranks[-1] + 1))
+    sent, width = op.bytes_sent(place, count), op.tensor.element_size()
+    return Transfer(type(op).__name__, sent, count, local and count < ranks, width)

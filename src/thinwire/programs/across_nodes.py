@@ -1,0 +1,148 @@
+"""A program that averages exactly within a node and runs another program between nodes."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from thinwire.engine.ops import AllGather, ReduceScatter, Steps, among
+from thinwire.engine.pack import unpack
+from thinwire.errors import OptionError
+from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
+
+_ROWS_WORTH_KEEPING = 8
+"""Rows per rank from which padding to whole rows is cheap enough to keep a matrix's shape."""
+
+
+@dataclass(frozen=True, repr=False)
+class AcrossNodes(Written):
+    """An exact average within each node, where links are fast, and `program` between nodes.
+
+        each rank of a node receives the node's mean of its share of every parameter    reduce-scatter
+        ranks that hold the same share run the program, each with its peers on the other nodes
+        every rank of the node receives the other shares                               all-gather
+
+    A node sends as many bytes to other nodes as a single rank would, and its ranks divide the work. A share
+    is a slice of a parameter's rows, so state belongs to parameters and survives a rebuild of buckets. Each
+    rank keeps the state of its own share.
+
+    Args:
+        program: Program that runs between nodes.
+        node_size: Ranks per node. Consecutive ranks form a node. None takes LOCAL_WORLD_SIZE, which torchrun
+            sets.
+
+    Raises:
+        OptionError: `program` is not a program, or `node_size` is not a whole number of at least 1. `attach`
+            raises it where `node_size` does not divide the number of ranks.
+
+    Example::
+
+        wire = thinwire.attach(ddp, thinwire.AcrossNodes(thinwire.Int8()))
+    """
+
+    program: Program
+    node_size: int | None = None
+
+    tracks_error: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_program(self.program)
+        size: object = self.node_size
+        if size is None:
+            text = os.environ.get("LOCAL_WORLD_SIZE", "")
+            size = int(text) if text.isdecimal() else None
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise OptionError(
+                f"node_size={self.node_size!r} must be a whole number of ranks, at least 1"
+                + (
+                    ": LOCAL_WORLD_SIZE, which torchrun sets, is not in the environment; pass node_size="
+                    if size is None
+                    else ""
+                )
+            )
+        object.__setattr__(self, "node_size", size)
+
+    @property
+    def carries_exact(self) -> bool:
+        """Whether the program between nodes averages some parameters exactly beside others."""
+        return carries_exact(self.program)
+
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        """Raise OptionError unless `node_size` divides the number of ranks.
+
+        Args:
+            shapes: Shapes of the parameters by name. Unused.
+            world_size: Number of ranks.
+
+        Raises:
+            OptionError: The last node would have fewer ranks than the others.
+        """
+        if world_size % (self.node_size or 1):
+            raise OptionError(
+                f"node_size={self.node_size} does not divide the {world_size} ranks: all nodes must have"
+                " the same number of ranks"
+            )
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
+        size = self.node_size
+        assert size is not None, "set in __post_init__"
+        self.check({}, bucket.world_size)
+        node, place = divmod(bucket.rank, size)
+        neighbours = tuple(range(node * size, (node + 1) * size))
+        peers = tuple(range(place, bucket.world_size, size))
+
+        shares = Shares(bucket, size)
+        own = yield ReduceScatter(shares.split(bucket.buffer.mul_(1 / size)), ranks=neighbours)
+        part = replace(
+            bucket,
+            buffer=own,
+            shapes=shares.shapes,
+            rank=node,
+            world_size=len(peers),
+        )
+        outcome = yield from among(peers, self.program(part, memory.scoped(f"slice {place} of {size}")))
+        rows = yield AllGather(outcome.mean, ranks=neighbours)
+        mean = shares.join(rows, bucket.buffer)
+        return Outcome(mean)
+
+
+class Shares:
+    """The parameters of a bucket in equal slices, one per rank of a node, padded with zeros.
+
+    A slice is made of whole rows where that needs little padding, so that matrices stay matrices. Otherwise
+    the parameter is flattened first.
+    """
+
+    def __init__(self, bucket: Bucket, count: int) -> None:
+        self._count = count
+        self._whole = bucket.shapes
+        self._views = [_as_rows(shape, count) for shape in bucket.shapes]
+        self.shapes = tuple(torch.Size((-(-shape[0] // count), *shape[1:])) for shape in self._views)
+
+    def split(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a matrix with one row per rank, which holds the slices of that rank."""
+        padded = []
+        for view, shape, share in zip(unpack(buffer, self._views), self._views, self.shapes, strict=True):
+            missing = share[0] * self._count - shape[0]
+            full = functional.pad(view, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else view
+            padded.append(full.reshape(self._count, -1))
+        return torch.cat(padded, dim=1)
+
+    def join(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Write the slices of all ranks back to parameters in `into`, and return it."""
+        widths = [share.numel() for share in self.shapes]
+        for slices, view in zip(rows.split(widths, dim=1), unpack(into, self._views), strict=True):
+            view.view(-1).copy_(slices.reshape(-1)[: view.numel()])
+        return into
+
+
+def _as_rows(shape: torch.Size, count: int) -> torch.Size:
+    """Return the shape whose first dimension is sliced, either the parameter's own or a flat one."""
+    worth = len(shape) > 1 and (shape[0] % count == 0 or shape[0] >= _ROWS_WORTH_KEEPING * count)
+    return shape if worth else torch.Size((shape.numel(),))

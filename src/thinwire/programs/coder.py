@@ -1,0 +1,94 @@
+"""The protocol of coders, which encode numbers that lie in several tensors straight into rows of bytes.
+
+A coder applies a codec to a list of pieces, each a flat slice of one parameter. The sum with a residual, the
+encoding and the new residual are computed together, while the numbers are in the cache.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.codec import Parts
+from thinwire.engine.pack import Layout
+from thinwire.errors import ProgramError
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Numbers to encode, in pieces: value + keep * residual."""
+
+    values: Tensors
+    residuals: Tensors | None = None
+    keep: float = 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to compute in, at least float32."""
+        return torch.promote_types(self.values[0].dtype, torch.float32)
+
+
+class Coder(ABC):
+    """A codec at work on pieces. Parts are views of a row of bytes."""
+
+    block: int
+    """Numbers of one parameter that are encoded together."""
+
+    @abstractmethod
+    def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
+        """Return the layout of the encoding of pieces with these lengths."""
+
+    @abstractmethod
+    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+        """Encode the numbers into `parts`, and write what the encoding misses to `errors`.
+
+        Args:
+            given: The numbers.
+            errors: Where input minus decoded encoding is written. They may share memory with `given`. None
+                writes nothing.
+            parts: Where the encoding is written.
+        """
+
+    @abstractmethod
+    def encode_mean(
+        self,
+        given: Given,
+        received: "Sequence[tuple[Coder, Parts]]",
+        world: int,
+        errors: Tensors | None,
+        parts: Parts,
+    ) -> None:
+        """Encode the mean of the given numbers and those received, and write `world` times what it misses.
+
+        Args:
+            given: The numbers of this rank.
+            received: The encodings of the other ranks, in order, with the coder of each.
+            world: The count of ranks.
+            errors: As for `encode`, times `world`.
+            parts: Where the encoded mean is written.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Parts, into: Tensors) -> None:
+        """Write the encoded numbers to `into`, in its dtype."""
+
+    @abstractmethod
+    def finite(self, parts: Parts) -> torch.Tensor | None:
+        """Return whether all encoded numbers are finite, or None if that takes a look at the numbers."""
+
+
+def changed_layout(expected: Layout, found: Layout) -> ProgramError:
+    """Return the error for a codec whose encoding depends on values."""
+    return ProgramError(
+        f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
+        " of values, but not on the values"
+    )
+
+
+def scatter(flat: torch.Tensor, into: Tensors) -> None:
+    """Copy consecutive numbers of a flat tensor to pieces, in the dtype of each."""
+    for piece, numbers in zip(into, flat.split([piece.numel() for piece in into]), strict=True):
+        piece.copy_(numbers)

@@ -1,0 +1,100 @@
+"""The choice of a coder for a codec, and a coder for any codec."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
+from thinwire.engine.pack import Layout
+from thinwire.programs.block_coder import BlockCoder, NativeCoder
+from thinwire.programs.coder import Coder, Given, Tensors, changed_layout, scatter
+from thinwire.programs.program import Bucket
+
+
+def coders_of(codec: Codec, bucket: Bucket) -> list[Coder]:
+    """Return the coder of each rank in this step. No block is wider than the largest parameter."""
+    pairs, sizes = 2 if bucket.buffer.is_complex() else 1, zip(bucket.names, bucket.shapes, strict=True)
+    longest = max((shape.numel() for name, shape in sizes if name not in bucket.exact), default=0)
+    return [_coder(one, pairs * longest) for one in own_codecs(codec, bucket)]
+
+
+def own_codecs(codec: Codec, bucket: Bucket) -> list[Codec]:
+    """Return the codec of each rank in this step. Every rank derives the seeds of all ranks."""
+    if not hasattr(codec, "seed"):
+        return [codec] * bucket.world_size
+    return [reseeded(codec, bucket.step, bucket.names[0], rank) for rank in range(bucket.world_size)]
+
+
+def _coder(codec: Codec, longest: int) -> Coder:
+    if not isinstance(codec, BlockCodec):
+        return JoinedCoder(codec)
+    width = codec.width(longest)
+    return BlockCoder(codec, width) if codec.kernel is None else NativeCoder(codec, width, codec.kernel)
+
+
+class JoinedCoder(Coder):
+    """A coder for any codec, on a joined copy of the pieces."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.block = codec.align(1)
+
+    def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
+        """Return the layout that the codec gives so many numbers."""
+        return layout_of(self.codec, sum(lengths), device)
+
+    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+        """Join the numbers and encode them."""
+        self._write(_joined(given), 1, errors, parts)
+
+    def encode_mean(
+        self,
+        given: Given,
+        received: Sequence[tuple[Coder, Parts]],
+        world: int,
+        errors: Tensors | None,
+        parts: Parts,
+    ) -> None:
+        """Join the numbers, add those received, and encode the mean."""
+        mean = _joined(given)
+        for coder, other in received:
+            assert isinstance(coder, JoinedCoder), "ranks use the same codec"
+            coder.codec.add(other, mean)
+        self._write(mean.div_(world), world, errors, parts)
+
+    def decode(self, parts: Parts, into: Tensors) -> None:
+        """Decode into one tensor, and copy its pieces."""
+        if into:
+            flat = into[0].new_empty(sum(piece.numel() for piece in into))
+            scatter(self.codec.decode(parts, flat), into)
+
+    def finite(self, parts: Parts) -> torch.Tensor | None:
+        """Return what the codec tells."""
+        return self.codec.finite(parts)
+
+    def _write(self, x: torch.Tensor, weight: int, errors: Tensors | None, parts: Parts) -> None:
+        encoded = self.codec.encode(x)
+        if Layout.of(encoded) != Layout.of(parts):
+            raise changed_layout(Layout.of(parts), Layout.of(encoded))
+        for part, new in zip(parts, encoded, strict=True):
+            part.copy_(new)
+        if errors is not None:
+            self.codec.add(encoded, x, -1)
+            scatter(x.mul_(weight), errors)
+
+
+def _joined(given: Given) -> torch.Tensor:
+    """Return the numbers in one new tensor of at least float32."""
+    if not given.values:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    x = torch.cat(given.values).to(given.dtype)
+    if given.residuals is not None:
+        x.add_(torch.cat(given.residuals), alpha=given.keep)
+    return x
+
+
+@lru_cache(maxsize=4096)
+def layout_of(codec: Codec, length: int, device: torch.device) -> Layout:
+    """Return the layout of an encoding of `length` numbers, found by encoding zeros once."""
+    return Layout.of(codec.encode(torch.zeros(length, dtype=torch.float32, device=device)))

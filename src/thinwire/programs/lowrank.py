@@ -1,0 +1,186 @@
+"""Gradients as matrices, and PowerSGD's passes over them.
+
+PowerSGD on a CPU waits for memory more than it computes. So each of its three passes reads a matrix once, in
+native code where that is in use: the residual is added while M Q is computed, M^T P needs one read, and the
+new residual is computed with P Q^T.
+"""
+
+from collections import defaultdict
+from typing import TypeAlias
+
+import torch
+
+from thinwire.kernels import lowrank
+from thinwire.programs.memory import RESIDUAL, Memory
+from thinwire.programs.reproducible import product
+
+_FEW = 4
+"""Columns up to which native code is as fast as BLAS, or faster, for M Q and M^T P."""
+
+
+class Part:
+    """One gradient: a matrix to compress, a rest that is sent as it is, or both.
+
+    Args:
+        name: Name of the parameter.
+        flat: The gradient, changed in place.
+        shape: Shape of the matrix that the gradient begins with, or (0, 0).
+        rank: Columns of the matrix's factors.
+        residuals: Name, gradient and residual of each parameter that `flat` is made of. Empty without error
+            feedback.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flat: torch.Tensor,
+        shape: tuple[int, int],
+        rank: int,
+        residuals: list[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.rank = rank
+        size = shape[0] * shape[1]
+        self.matrix, self.rest = flat[:size].view(shape), flat[size:]
+        self.own, self.mean = Result(), Result()
+        self._residuals = residuals
+
+    @property
+    def columns(self) -> int:
+        """The matrix's count of columns."""
+        return self.shape[1]
+
+    @property
+    def key(self) -> str:
+        """The slot of Q, which contains its size."""
+        return f"q {self.rank}x{self.columns}"
+
+    def times(self, q: torch.Tensor, into: torch.Tensor) -> None:
+        """Add the residual to the gradient, and write M Q."""
+        residuals = [residual for _, _, residual in self._residuals]
+        if len(q) <= _FEW and self._one_residual() and lowrank.supported(self.matrix, q, into, *residuals):
+            lowrank.times(self.matrix, residuals[0] if residuals else None, q, into)
+        else:
+            self._correct()
+            into.copy_(q @ self.matrix.mT)
+
+    def transposed_times(self, p: torch.Tensor, into: torch.Tensor) -> None:
+        """Write M^T P."""
+        if len(p) <= _FEW and lowrank.supported(self.matrix, p, into):
+            lowrank.transposed_times(self.matrix, p, into)
+        else:
+            into.copy_(p @ self.matrix)
+
+    def corrected_rest(self) -> torch.Tensor:
+        """Return the rest, to which its residual was added. `times` has done so where there is a matrix."""
+        if not self.matrix.numel():
+            self._correct()
+        return self.rest
+
+    def finish(self, against: str, memory: Memory) -> None:
+        """Write the mean, and keep the gradient less the mean ("mean") or less this rank's share ("sent")."""
+        if self._one_residual() and self.mean.product is not None and not self.rest.numel():
+            self._finish_matrix(against, memory)
+        else:
+            self._finish_pieces(against, memory)
+
+    def _finish_matrix(self, against: str, memory: Memory) -> None:
+        """Compute the product and the residual in one pass."""
+        missed = None
+        for name, _, residual in self._residuals:
+            missed = memory.room(name, RESIDUAL, residual)
+        if against == "sent" and missed is not None and self.own.product is not None:
+            product(*self.own.product, into=self.matrix, missed=missed)
+            missed = None
+        if self.mean.product is not None:
+            product(*self.mean.product, into=self.matrix, missed=missed)
+
+    def _finish_pieces(self, against: str, memory: Memory) -> None:
+        """Compute the residual of each parameter after the mean of all."""
+        missed = []
+        for name, view, residual in self._residuals:
+            missed.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
+        if against == "sent" and missed:
+            self._write(self.own)
+            _subtract(missed)
+        self._write(self.mean)
+        if against == "mean":
+            _subtract(missed)
+
+    def _one_residual(self) -> bool:
+        """Return whether the matrix has the residual of one parameter, or none."""
+        return all(residual.numel() == self.matrix.numel() for _, _, residual in self._residuals)
+
+    def _correct(self) -> None:
+        for _, view, residual in self._residuals:
+            view.add_(residual)
+
+    def _write(self, result: "Result") -> None:
+        if result.product is not None:
+            p, q = result.product
+            product(p, q, into=self.matrix)
+        if result.rest is not None:
+            self.rest.copy_(result.rest)
+
+
+class Result:
+    """The result of a part: P and Q, and the rest."""
+
+    product: tuple[torch.Tensor, torch.Tensor] | None = None
+    rest: torch.Tensor | None = None
+
+
+Parts: TypeAlias = list[Part]
+"""Parts whose matrices have one shape.
+
+Their factors are stacked with columns as rows, (part, rank, length). Products are two to five times as fast
+in this layout on a CPU, and QR expects it.
+"""
+
+
+def by_shape(parts: list[Part]) -> list[Parts]:
+    """Return the parts that have a matrix, grouped by its shape."""
+    groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
+    for part in parts:
+        if part.matrix.numel():
+            groups[part.shape].append(part)
+    return list(groups.values())
+
+
+def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+    """Return M Q of each matrix M, to which its residual is added first."""
+    products = qs.new_empty(len(group), qs.shape[1], group[0].shape[0])
+    for part, q, into in zip(group, qs, products, strict=True):
+        part.times(q, into)
+    return products
+
+
+def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
+    """Return M^T P of each matrix M."""
+    products = ps.new_empty(len(group), ps.shape[1], group[0].columns)
+    for part, p, into in zip(group, ps, products, strict=True):
+        part.transposed_times(p, into)
+    return products
+
+
+def refined(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+    """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have."""
+    return transposed_times(group, orthonormal(times(group, orthonormal(qs))))
+
+
+def orthonormal(rows: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of the span of each matrix's rows, completed where rows are dependent.
+
+    Householder QR in at least float32 cannot fail on finite numbers, so rows of zeros and dependent rows need
+    no special case, and for these shapes it is the fastest on a CPU (docs/design/decisions.md). Its last bits
+    depend on the host, so it serves only for values on which ranks need not agree.
+    """
+    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)
+    return basis.contiguous()
+
+
+def _subtract(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for given, got in pairs:
+        given.sub_(got)

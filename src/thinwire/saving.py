@@ -1,0 +1,281 @@
+"""Checkpoints of a whole job: model, optimizer, wire and further objects.
+
+They are built on `torch.distributed.checkpoint` (DCP). State that ranks share is stored once, and each rank's
+own state separately. A folder gets its name only when it is complete.
+"""
+
+import copy
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from thinwire.checkpoint.dcp import PerRank, find_states, read_model, read_states
+from thinwire.checkpoint.optimizers import per_rank
+from thinwire.checkpoint.rank_keys import choose, rank_key
+from thinwire.checkpoint.trees import copied, means, same
+from thinwire.checkpoint.wire_state import all_or_none
+from thinwire.ddp.model import Model
+from thinwire.ddp.unwrap import ddp_of
+from thinwire.engine.agreement import agreeing
+from thinwire.engine.futures import at_work
+from thinwire.errors import OptionError, StateError, UnavailableError
+from thinwire.programs.names import original_name
+from thinwire.strategies.attached import AttachedModel
+from thinwire.wire import Wire
+
+_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_REPLICAS = "replicas"
+"""The key of model state that ranks do not share, such as buffers under broadcast_buffers=False."""
+
+
+def save_checkpoint(
+    folder: "str | os.PathLike[str]",
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    wire: Wire,
+    **extra: Any,
+) -> Path:
+    """Save the whole state of training; every rank must call it, between steps.
+
+    It works with every program, `ZeRO`, averaged models and schedules. `load_checkpoint` loads it on any
+    number of ranks. An existing checkpoint is replaced when the new one is complete. A crash before that
+    leaves the old one, which `load_checkpoint` finds.
+
+    Args:
+        folder: Where to save, on a file system that all ranks share.
+        model: The model that was attached.
+        optimizer: Its optimizer, or all of them, in the same order as at load.
+        wire: What `attach` returned.
+        **extra: Further state by name: objects with state_dict and load_state_dict, such as a scheduler or a
+            GradScaler, and plain values, such as a step. Each rank saves its own.
+
+    Returns:
+        The folder's absolute path.
+
+    Raises:
+        StateError: The folder holds something other than a checkpoint. Other ranks raise MismatchError, as
+            they do if an object of `extra` raises on one rank.
+        AttachError: Called during backward, or in a signal handler that interrupted a step or an exchange.
+            Nothing is sent then.
+        UnavailableError: numpy is missing, which torch.distributed.checkpoint needs on several ranks.
+
+    Example::
+
+        thinwire.save_checkpoint("checkpoint", ddp, optimizer, wire, scheduler=scheduler, step=step)
+    """
+    import torch.distributed.checkpoint as dcp  # takes a second to import, and only checkpoints need it
+
+    target = _target(model, wire, "save_checkpoint")
+    path, communicator = Path(folder).resolve(), wire._runner.reducer.communicator
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    wire._runner.between_steps("save_checkpoint")  # before anything is sent
+    state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
+    with agreeing(communicator.meeting, communicator.limit, "save_checkpoint"):
+        _check_numpy(communicator.size)
+        parts = _parts(target, optimizer, wire, extra)
+        if communicator.rank == 0:
+            _prepare(path, unfinished)
+    with at_work():
+        dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=target.group)
+        with agreeing(communicator.meeting, communicator.limit, "save_checkpoint in place"):
+            if communicator.rank == 0:
+                _replace(path, unfinished)
+    return path
+
+
+@torch.inference_mode(False)  # loaded tensors are updated in place later
+def load_checkpoint(
+    folder: "str | os.PathLike[str]",
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    wire: Wire,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Load what `save_checkpoint` saved, on any number of ranks; every rank must call it.
+
+    Valid before the first backward, with the program that was saved. To run another, swap afterwards.
+
+    Args:
+        folder: Where it was saved.
+        model: The model that was attached. Load after wrapping it, because wrapping copies rank 0's
+            parameters to all ranks.
+        optimizer: Its optimizer, or all of them.
+        wire: What `attach` returned.
+        **extra: The objects to load, by the names that they were saved under. With another number of ranks,
+            the saved states of an object must be equal. Of GradScalers, the one with the least scale is
+            taken. Wrap other objects in `PerRank(..., merge=...)` for both calls.
+
+    Returns:
+        The `extra` that was saved and is not given here: plain values, and states of objects.
+
+    Raises:
+        OptionError: An object has no load_state_dict.
+        StateError: There is no complete checkpoint, or it does not fit. Ranks that could read it raise
+            MismatchError. The order of loading is optimizer, model, wire. If the optimizer's or the wire's
+            state does not fit, those before it have been loaded.
+        AttachError: Called during backward, or in a signal handler that interrupted a step or an exchange.
+
+    Example::
+
+        step = thinwire.load_checkpoint("checkpoint", ddp, optimizer, wire, scheduler=scheduler)["step"]
+    """
+    for name, held in extra.items():
+        if not hasattr(held, "load_state_dict"):
+            raise OptionError(
+                f"{name}={held!r} has no load_state_dict: leave it out, load_checkpoint returns plain values"
+            )
+    target = _target(model, wire, "load_checkpoint")
+    module = target.module("load_checkpoint")
+    wire._runner.between_steps("load_checkpoint")  # before anything is sent
+    communicator = wire._runner.reducer.communicator
+    optimizers = per_rank(optimizer, target.group)
+    with all_or_none(communicator, "load_checkpoint"):
+        path = _found(Path(folder).resolve())
+        local = _local_state(path, communicator.rank, communicator.size)
+        tensors = read_model(path, module, local)
+        moments, state, others = (read_states(path, key) for key in ("optimizer", "wire", "extra"))
+        saved = own_extra(others, extra, communicator.rank, communicator.size)
+    optimizers.load_state_dict(moments)
+    module.load_state_dict(tensors)
+    wire.load_state_dict(state)  # last: it may bring this rank's own parameters
+    for name, held in extra.items():
+        held.load_state_dict(saved.pop(name))
+    return saved
+
+
+def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
+    """Return the handle of the model to save or load: that of the DDP model given, or else the wire's own."""
+    own = wire._runner.context.model
+    if own.shard_key is not None:
+        raise UnavailableError(
+            f"{what} has one rank write whole parameters, and this rank holds {own.shard_key}: save model and"
+            " optimizer with torch.distributed.checkpoint, and the wire with them, as"
+            " dcp.save({'model': ..., 'optimizer': ..., 'wire': wire}, checkpoint_id=folder)"
+        )
+    if isinstance(own, Model):
+        return Model(ddp_of(model))
+    if own.module(what) is not model:
+        raise OptionError(
+            f"{what} was given another {type(model).__name__} than the one that the wire is attached to: give"
+            " what was given to attach"
+        )
+    return own
+
+
+def _parts(
+    target: AttachedModel,
+    optimizer: Optimizer | Sequence[Optimizer],
+    wire: Wire,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return this rank's state for DCP, without the wire's.
+
+    DCP stores a key of several ranks once, and takes each tensor from another rank. So what ranks share is
+    given by rank 0 alone, and what differs is under a key that names the rank.
+    """
+    rank, size = target.group.rank(), target.group.size()
+    strategy = wire._runner.strategy
+    own = {name: _state_of(held) for name, held in extra.items()}
+    parts: dict[str, Any] = {"extra": {rank_key(rank, size): (own,)}}
+    moments = per_rank(optimizer, target.group).state_dict()
+    if wire._runner.config.optimizer_state_differs or not strategy.replicas_equal:
+        parts["optimizer"] = moments
+    elif rank == 0:
+        parts["optimizer"] = {rank_key(0, 1): moments[rank_key(0, size)]}
+    model = {original_name(name): one for name, one in target.module().state_dict().items()}
+    if rank == 0:
+        parts["model"] = model
+    differ = not strategy.replicas_equal and not strategy.saves_model
+    local = set(model) if differ else target.local_state(strategy.saves_model)
+    if local:
+        tensors = copied({name: model[name] for name in model if name in local}, _to_cpu)
+        parts[_REPLICAS] = {rank_key(rank, size): (tensors,)}
+    return parts
+
+
+def _check_numpy(size: int) -> None:
+    """Raise UnavailableError if several ranks save without numpy, by which torch exchanges objects."""
+    if size > 1 and importlib.util.find_spec("numpy") is None:
+        raise UnavailableError(
+            f"save_checkpoint on {size} ranks needs numpy, which torch.distributed.checkpoint uses to plan"
+            " what each rank writes: pip install numpy"
+        )
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _local_state(path: Path, rank: int, size: int) -> dict[str, Any]:
+    """Return the model state that a rank has saved for itself, or the mean of all ranks' if they changed."""
+    states = find_states(path, _REPLICAS)
+    return means(list(choose(states, rank, size)[1].values())) if states else {}
+
+
+def _state_of(held: Any) -> Any:
+    return copy.deepcopy(held.state_dict() if hasattr(held, "state_dict") else held)
+
+
+def own_extra(saved: object, given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Return a rank's own `extra` from those that all ranks saved."""
+    saved_size, found = choose(saved, rank, size)
+    states = list(found.values())
+    missing = sorted(set(given) - set(states[0]))
+    if missing:
+        raise StateError(f"the checkpoint has no {missing[0]!r}: it has {', '.join(states[0]) or 'no extra'}")
+    chosen = {}
+    for name in states[0]:
+        each: Any = [state[name] for state in states]
+        if isinstance(given.get(name), PerRank):
+            chosen[name] = each
+        elif isinstance(given.get(name), GradScaler):
+            chosen[name] = min(each, key=_scale_of)
+        elif name in given and not all(same(each[0], one) for one in each):
+            raise StateError(
+                f"{saved_size} ranks saved and {size} load, and the states of {name!r} differ: save and load"
+                f" it as {name}=PerRank(..., merge=...)"
+            )
+        else:
+            chosen[name] = each[0]
+    return chosen
+
+
+def _scale_of(state: Mapping[str, Any]) -> float:
+    return float(state.get("scale", 0.0))
+
+
+def _found(path: Path) -> Path:
+    """Return the folder, or the one it replaces if a save was interrupted in between."""
+    replaced = path.with_name(path.name + _REPLACED)
+    return replaced if not path.exists() and replaced.exists() else path
+
+
+def _prepare(path: Path, unfinished: Path) -> None:
+    """Remove leftovers of an interrupted save; raise StateError if the folder is not a checkpoint."""
+    if _found(path) != path:
+        _found(path).rename(path)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    others = [path] if path.is_file() else list(path.iterdir()) if path.exists() else []
+    if others and not (path / ".metadata").exists():
+        raise StateError(
+            f"{str(path)!r} is not a checkpoint, and saving would replace it: give a folder of its own, such"
+            f" as {str(path / 'checkpoint')!r}"
+        )
+
+
+def _replace(path: Path, complete: Path) -> None:
+    """Rename a complete checkpoint to its final name; `_found` finds a complete one at any moment."""
+    replaced = path.with_name(path.name + _REPLACED)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    complete.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The strategies that `attach` accepts: gradient programs, averaged models, ZeRO and schedules."""

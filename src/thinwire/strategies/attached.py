@@ -1,0 +1,99 @@
+"""The interface between strategies and what they work on: a model, and the reducer of its gradients.
+
+DDP models (`ddp/`), modules that each rank trains on its own (`replicas/`) and FSDP2 models (`fsdp/`)
+implement it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from thinwire.ddp.model import Model
+from thinwire.ddp.regroup import Regroup
+from thinwire.ddp.step import StepOwner, SteppedModel
+from thinwire.engine.engine import Engine
+from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.errors import OptionError
+
+
+class AttachedModel(SteppedModel, Protocol):
+    """A weak handle to a model: named tensors, hooks and the process group of its replicas."""
+
+    group: dist.ProcessGroup
+    """The ranks that hold replicas of the same tensors, this one among them."""
+    device: torch.device
+    broadcasts_buffers: bool
+    """Whether every forward copies the first rank's buffers to all others."""
+
+    @property
+    def shard_key(self) -> str | None:
+        """The key of this rank's shard in saved states, or None if every rank has the whole model."""
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether programs can average gradients in backward."""
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of DDP's buckets, or None without DDP."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may run out of inputs now (torch's Join)."""
+
+    def module(self, what: str = "this call") -> torch.nn.Module:
+        """Return the user's module; raise AttachError, naming the call `what`, if it is gone."""
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters by name, as optimizers hold them; an empty dict if the model is gone."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of each parameter by name, sharing its memory."""
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the parameters' whole shapes by name."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers by name."""
+
+    def local_state(self, with_buffers: bool = False) -> set[str]:
+        """Return the names in the module's state_dict of what differs from rank to rank."""
+
+    def on_forward(self, hook: Callable[[], None]) -> Any:
+        """Call `hook` at the start of every forward with gradients enabled; return a handle to remove it."""
+
+    def on_gone(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Call `action` when the model is collected. It must not refer to the model."""
+
+    def ddp_bytes(self) -> int:
+        """Return the bytes that this rank would send in one step to sum all gradients uncompressed."""
+
+
+class AttachedReducer(Protocol):
+    """What strategies use to exchange: an engine on a process group, steps, and the attached model."""
+
+    communicator: GroupCommunicator
+    engine: Engine
+    steps: StepOwner
+    regroup: Regroup
+
+    @property
+    def model(self) -> AttachedModel:
+        """The attached model."""
+
+    def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
+        """Return whether means are finite on all ranks, given whether they are on those of `communicator`."""
+
+    def settled(self, committed: bool) -> None:
+        """React to a settled backward pass."""
+
+
+def require_ddp(model: AttachedModel, what: object) -> Model:
+    """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
+    if isinstance(model, Model):
+        return model
+    raise OptionError(
+        f"{what} needs a DistributedDataParallel model: wrap the module in one, and attach to that"
+    )

@@ -1,0 +1,1 @@
+"""Averaged models: when they are averaged, among which ranks, and by which program."""

@@ -1,0 +1,36 @@
+"""Programs for gradients after the warm-up, which stay local or are averaged within a group."""
+
+from dataclasses import dataclass, replace
+
+from thinwire.engine.ops import Steps, among
+from thinwire.programs.memory import Memory
+from thinwire.programs.naming import Written
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact
+
+
+@dataclass(frozen=True, repr=False)
+class Alone(Written):
+    """A program that sends nothing, so that every rank keeps its own gradients."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Return the bucket unchanged."""
+        return Outcome(bucket.buffer)
+        yield  # a program is a generator
+
+
+@dataclass(frozen=True, repr=False)
+class Within(Written):
+    """A program that runs `program` among some ranks, this one included."""
+
+    program: Program
+    ranks: tuple[int, ...]
+
+    @property
+    def carries_exact(self) -> bool:
+        """Whether the program averages some parameters exactly beside others."""
+        return carries_exact(self.program)
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        """Run the program with these ranks as the whole world."""
+        inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
+        return (yield from among(self.ranks, self.program(inner, memory)))

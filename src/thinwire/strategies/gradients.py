@@ -1,0 +1,59 @@
+"""Plain gradient averaging. A program averages every bucket, and every committed backward is a step."""
+
+from dataclasses import dataclass
+
+from thinwire.programs.naming import describe, short
+from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.strategies.attached import require_ddp
+from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
+
+
+@dataclass(frozen=True, repr=False)
+class Gradients(Configuration):
+    """A gradient program as a configuration. `attach` wraps the user's program in it."""
+
+    program: Program
+
+    def __repr__(self) -> str:
+        return repr(self.program)
+
+    @property
+    def described(self) -> Program:
+        """The program, in place of this wrapper, for comparing ranks and for saving."""
+        return self.program
+
+    def validate(self, target: Target) -> None:
+        """Raise OptionError if the program is not one, or does not fit the model."""
+        require_program(self.program)
+        if not target.model.reduces_gradients:
+            require_ddp(target.model, short(self.program))
+        describe(self.program)
+        check_fit(self.program, target.model.shapes(), target.model.group.size())
+
+    def bind(self, context: Context) -> Strategy:
+        """Return the strategy that runs the program on every bucket."""
+        return GradientStrategy(self, context)
+
+    def gradient_program(self) -> Program:
+        """Return the program."""
+        return self.program
+
+    def with_gradient_program(self, program: Program) -> Configuration:
+        """Return a configuration of another program."""
+        return Gradients(program)
+
+
+class GradientStrategy(Strategy):
+    """A strategy that averages gradients, with one program for each parameter."""
+
+    begins_steps = False
+
+
+def configuration_of(given: Program | Configuration) -> Configuration:
+    """Return a configuration unchanged, or wrap a gradient program in `Gradients`."""
+    return given if isinstance(given, Configuration) else Gradients(given)
+
+
+def given_of(config: Configuration) -> Program | Configuration:
+    """Return the configuration as the user gave it to `attach`, the inverse of `configuration_of`."""
+    return config.program if isinstance(config, Gradients) else config

@@ -1,0 +1,271 @@
+"""Averages of a replica's model with whichever replicas are there, committed together or not at all."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from thinwire.engine.engine import Engine
+from thinwire.engine.futures import at_work
+from thinwire.engine.meter import MODELS, Meter
+from thinwire.engine.profiling import span
+from thinwire.errors import AttachError, MismatchError, ThinwireError, WireError
+from thinwire.programs.program import Program
+from thinwire.strategies.averaging.local_parts import quietly
+from thinwire.strategies.averaging.shared_state import reset_states
+from thinwire.strategies.live.exchange import Exchange, Work
+from thinwire.strategies.live.membership import LiveCommunicator, Membership
+from thinwire.strategies.live.replica import Prepared, Replica
+from thinwire.strategies.live.roll_call import Decision, hashed
+
+logger = logging.getLogger("thinwire")
+
+_PAUSE = 0.2
+_SHOWN = 5
+
+
+class LiveAverager:
+    """The exchanges of one replica. Every method that exchanges waits for the other replicas.
+
+    If an exchange fails, nothing of it is used on any replica that noticed, and training goes on from where
+    it is: anchors, residuals and counts are as before, and the next exchange carries both windows. A replica
+    that missed a commit of the others is given their state in the next exchange.
+
+    Args:
+        membership: The service that agrees on the replicas of each exchange.
+        replica: This replica's state.
+        exceptions: Parameters that use another program than the configuration's, with that program.
+        meter: Where exchanges are recorded.
+        check_every: Committed exchanges between two comparisons of the anchors' bits. 0: never.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        replica: Replica,
+        exceptions: Mapping[str, Program],
+        *,
+        meter: Meter,
+        check_every: int = 0,
+    ) -> None:
+        self.joined = False
+        self.replicas: tuple[str, ...] = ()
+        """The names of the replicas in the last committed exchange."""
+        self._membership = membership
+        self._replica = replica
+        self._exceptions = exceptions
+        self._meter = meter
+        self._check_every = check_every
+
+    def join(self) -> None:
+        """Wait for the other replicas' next exchange, and take over their state. Later calls do nothing.
+
+        Raises:
+            WireError: There were not enough replicas in time.
+            MismatchError: This replica is set up differently from the others.
+        """
+        deadline = self._deadline()
+        while not self.joined:
+            if self._round() is None:
+                self._pause(deadline)
+
+    def step_ended(self) -> None:
+        """Count a training step, and exchange what is due after it."""
+        if not self.joined:
+            raise AttachError(
+                "the optimizer has stepped before this replica joined the others: call the attached model,"
+                " model(...), whose forward joins them, or wire.join()"
+            )
+        self._replica.count_step()
+        if self._replica.config.due(self._replica.step):
+            with span("averaging"):
+                self._round()
+
+    def finalize(self) -> None:
+        """Set all models to their exact mean, with the replicas that have ended their training too.
+
+        A last exchange without content tells a replica that it may leave: until then it may be the only one
+        that can bring another up to date.
+
+        Raises:
+            WireError: There were not enough replicas in time.
+        """
+        self.join()
+        deadline = self._deadline()
+        while True:
+            decision = None
+            try:
+                decision = self._round(final=True)
+            except WireError:
+                if not self._replica.settled:
+                    raise
+                logger.info("the other replicas have left, with the same model as this one")
+            if decision is None and self._replica.settled:
+                return
+            if decision is not None and decision.final and not decision.contributors:
+                return
+            if decision is None:
+                self._pause(deadline)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._membership.patience.total_seconds()
+
+    def _pause(self, deadline: float) -> None:
+        """Wait a moment before another attempt; raise WireError after the deadline."""
+        membership = self._membership
+        if time.monotonic() > deadline:
+            raise WireError(
+                f"no exchange was committed within {membership.patience.total_seconds():g} s, the last with"
+                f" {membership.size} replicas where at least {membership.minimum} are needed: start more"
+                " replicas, lower min_replica_size, or raise quorum_timeout; the log tells why others failed"
+            )
+        time.sleep(_PAUSE)
+
+    def _round(self, *, final: bool = False) -> Decision | None:
+        """Run one exchange; return what its roll call has shown if it was committed, else None."""
+        membership, replica = self._membership, self._replica
+        replica.anchors  # noqa: B018 - taken now, before a peer may ask for them
+        with at_work(), quietly():
+            try:
+                membership.begin()
+            except BaseException:
+                membership.abort()  # the others may be connected already, and would wait for this replica
+                raise
+            replica.prepared = None  # a peer's state has told by now whether it was committed
+            work, error = self._attempt(final)
+            if not membership.vote(error):
+                self._give_up(work, error)
+                return None
+            assert work is not None, "a vote without an error"
+            self._apply(work)
+            self._note(work.decision.names)
+        self.joined = True
+        return work.decision
+
+    def _attempt(self, final: bool) -> tuple[Work | None, ThinwireError | None]:
+        """Exchange with the replicas that are there; return what was computed, and the failure."""
+        membership, communicator = self._membership, LiveCommunicator(self._membership)
+        work: Work | None = None
+        error: ThinwireError | None = None
+        if membership.error is not None:
+            error = WireError(f"this replica could not connect to the others: {membership.error}")
+            communicator.abort()
+        else:
+            engine = Engine(communicator, device=self._replica.device, meter=self._meter, purpose=MODELS)
+            exchange = Exchange(membership, self._replica, engine, self._exceptions)
+            try:
+                work = exchange.run(final=final, check=self._compares())
+                if work.decision.blocked:
+                    error = self._blocked(work.decision)
+                else:
+                    exchange.acknowledge()
+            except WireError as failure:
+                communicator.abort()  # now: the engine's own thread for it may come after `release`
+                error = failure
+            except BaseException as failure:
+                communicator.abort()  # the others fail at once, and go on without this replica
+                if isinstance(failure, Exception):
+                    membership.vote(failure)
+                raise
+            finally:
+                engine.close()
+        communicator.release()
+        return work, error
+
+    def _compares(self) -> bool:
+        replica = self._replica
+        return bool(self._check_every) and replica.exchanges % self._check_every == 0
+
+    def _blocked(self, decision: Decision) -> ThinwireError:
+        """Return why replicas do not fit together; raise it if this one does not fit and cannot be helped."""
+        own = self._membership.rank
+        if decision.different:
+            names = ", ".join(decision.names[rank] for rank in sorted(decision.different))
+            error = MismatchError(
+                f"{names} is set up differently from the other replicas: give all of them the same program,"
+                " options, model and versions of thinwire and torch"
+            )
+            if own in decision.different:
+                raise error
+            return error
+        names = ", ".join(decision.names[rank] for rank in sorted(decision.stale))
+        if decision.first:
+            error = MismatchError(
+                f"{names} starts with other parameters than the other replicas, and Manager(init_sync=False)"
+                " leaves it so: seed all of them alike before the model is made, or leave out init_sync"
+            )
+            if own in decision.stale:
+                raise error
+            return error
+        if own in decision.stale:
+            logger.warning("this replica's anchors differ from those of most others: it will receive theirs")
+            self._membership.fall_behind()
+        return WireError(f"{names} has committed other exchanges than most replicas, and will receive theirs")
+
+    def _give_up(self, work: Work | None, error: ThinwireError | None) -> None:
+        """Keep the state as it was, and log why nothing was committed."""
+        membership, replica = self._membership, self._replica
+        complete = work is not None and not work.decision.blocked
+        if complete and work is not None and work.means and work.without_residuals is None:
+            replica.prepared = Prepared(work.decision.exchange, work.memory)
+        # The first sentence. The others are advice for jobs that cannot continue.
+        reason = str(error).partition(". ")[0] if error is not None else "the others did not commit it"
+        if error is None and membership.size < membership.minimum:
+            reason = (
+                f"it had {membership.size} replicas, and commits need at least {membership.minimum}: start"
+                " more replicas, or lower min_replica_size"
+            )
+        logger.warning(
+            "the exchange after step %d was not committed: %s. Training goes on, and the next exchange covers"
+            " these steps too",
+            replica.step,
+            reason,
+        )
+
+    def _apply(self, work: Work) -> None:
+        """Use what was committed."""
+        replica, decision = self._replica, work.decision
+        replica.step = max(replica.step, decision.step)
+        if not work.fragments:
+            replica.settled = replica.settled or (decision.final and not decision.contributors)
+            return
+        names = [name for fragment in work.fragments for name in replica.fragments[fragment]]
+        work.memory.commit()
+        if decision.final:
+            replica.anchors.move_to({name: replica.anchors[name] - work.means[name] for name in names})
+        else:
+            if work.without_residuals is not None:
+                replica.memory.take_shared(work.without_residuals)
+            for fragment in work.fragments:
+                if replica.loop.tuning is not None:
+                    replica.anchors.tune(fragment, replica.loop.tuning(decision.contributors))
+                replica.anchors.step(fragment, work.means)
+        replica.return_to_anchors(names)
+        for name, buffer in work.buffers.items():
+            replica.buffers[name].copy_(buffer)
+        if replica.config.optimizer_state == "reset":
+            reset_states([replica.parameters[name] for name in names], replica.optimizers)
+        replica.exchanges += len(work.fragments)
+        replica.lineage = hashed(replica.lineage, decision.exchange)
+        replica.last_exchange, replica.settled = decision.exchange, decision.final
+        if decision.final or len(replica.fragments) == 1:
+            replica.window = 0
+
+    def _note(self, names: tuple[str, ...]) -> None:
+        """Log which replicas have come and gone since the last committed exchange."""
+        left = [name for name in self.replicas if name not in names]
+        came = [name for name in names if name not in self.replicas]
+        if left:
+            residuals = self._replica.residual_names()
+            shown = ", ".join(residuals[:_SHOWN]) + (" ..." if len(residuals) > _SHOWN else "")
+            logger.warning(
+                "%s left before step %d: %s. The %d replicas that remain keep theirs",
+                ", ".join(left),
+                self._replica.step,
+                f"its residuals of {shown} are lost" if residuals else "it had no residuals to lose",
+                len(names),
+            )
+        if came and self.joined:
+            logger.info("%s joined at step %d: %d replicas", ", ".join(came), self._replica.step, len(names))
+        if came and not self.joined:
+            logger.info("joined %d replicas at step %d", len(names), self._replica.step)
+        self.replicas = names

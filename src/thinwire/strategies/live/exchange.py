@@ -1,0 +1,182 @@
+"""One exchange among the replicas that are there. Nothing of it is applied here."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from thinwire.engine.engine import Engine
+from thinwire.engine.ops import AllGather, Steps
+from thinwire.errors import DivergedError
+from thinwire.programs.allreduce import Exact
+from thinwire.programs.finite import all_finite
+from thinwire.programs.memory import Memory, Staged
+from thinwire.programs.program import NO_EXCEPTIONS, Program
+from thinwire.strategies.averaging.exchange import Members, ModelExchange, check_finite, packed
+from thinwire.strategies.averaging.points import Point
+from thinwire.strategies.averaging.shared_state import share_buffers
+from thinwire.strategies.live.membership import Membership
+from thinwire.strategies.live.replica import Replica
+from thinwire.strategies.live.roll_call import Decision, Row, decide, decoded, gather_rows, hashed
+
+
+@dataclass(eq=False)
+class Work:
+    """What an exchange has computed, to be applied if it is committed.
+
+    Attributes:
+        decision: What the roll call has shown.
+        fragments: The fragments that were exchanged; all of them at the end of the training.
+        means: The mean pseudo-gradients by name.
+        buffers: The shared buffers by name.
+        memory: The programs' memory after the exchange.
+        without_residuals: The memory that `memory` commits to, if this replica contributed nothing.
+    """
+
+    decision: Decision
+    fragments: tuple[int, ...] = ()
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: Staged = field(default_factory=lambda: Memory().staged())
+    without_residuals: Memory | None = None
+
+
+class Exchange:
+    """One exchange on an engine of its own, which ends with it.
+
+    Args:
+        membership: The membership, after its `begin`.
+        replica: This replica's state. Nothing of it is changed.
+        engine: The engine, on a communicator of this exchange.
+        exceptions: Parameters that use another program than the configuration's, with that program.
+    """
+
+    def __init__(
+        self, membership: Membership, replica: Replica, engine: Engine, exceptions: Mapping[str, Program]
+    ) -> None:
+        self._replica = replica
+        self._membership = membership
+        self._exceptions = exceptions
+        self._engine = engine
+        self._members = Members(tuple(range(membership.size)), membership.rank, membership.size)
+
+    def run(self, *, final: bool, check: bool) -> Work:
+        """Run the exchange, up to the point where this replica has received everything.
+
+        Args:
+            final: Whether this replica has ended its training.
+            check: Whether to compare the anchors' bits too.
+
+        Returns:
+            What to apply. If the decision is blocked, there is nothing to apply.
+
+        Raises:
+            WireError: A replica died or stalled.
+            DivergedError: This replica's model holds inf or NaN.
+        """
+        work = Work(self._roll_call(final, check))
+        if not work.decision.blocked:
+            self._average(work)
+        return work
+
+    def acknowledge(self) -> None:
+        """Wait until all replicas have received everything.
+
+        This is what makes a partial commit unlikely. Without it, a replica that dies while it sends its last
+        bytes would leave one peer with all means and another without.
+
+        Raises:
+            WireError: A replica died or stalled. Others may have received all acknowledgements.
+        """
+        self._run(_acknowledge(self._replica.device), "the acknowledgement")
+
+    def _roll_call(self, final: bool, check: bool) -> Decision:
+        replica, membership = self._replica, self._membership
+        anchors = replica.anchors  # takes them before the lineage is read
+        assert anchors is not None
+        own = Row(
+            set_up=replica.set_up,
+            lineage=hashed(replica.lineage, replica.fingerprint()) if check else replica.lineage,
+            position=membership.position,
+            step=replica.step,
+            window=replica.window,
+            final=final,
+            nonce=secrets.randbits(62),
+            name=membership.name,
+        )
+        gathered = self._run(gather_rows(own, replica.device), "the roll call")
+        return decide([decoded(row) for row in gathered.cpu()])
+
+    def _average(self, work: Work) -> None:
+        """Fill in what the replicas exchange at this point, if anything."""
+        replica, decision = self._replica, work.decision
+        every = range(len(replica.fragments))
+        due = every if decision.final else sorted({one.fragment for one in replica.config.due(decision.step)})
+        if not decision.contributors or not due:
+            return
+        work.fragments = tuple(due)
+        if decision.final:
+            work.means = self._means(decision, due, Exact(), work.memory)
+        else:
+            if not replica.window:  # its residuals stay for the exchange in which it contributes again
+                work.without_residuals = replica.memory.shared()
+            work.memory = (work.without_residuals or replica.memory).staged()
+            for one in due:
+                program = replica.loop.program
+                work.means |= self._means(decision, [one], program, work.memory, self._exceptions)
+        share = self._members.size / decision.contributors  # of those that are not new, and sent zeros
+        if share != 1:
+            work.means = {name: mean * share for name, mean in work.means.items()}
+        check_finite(work.means, decision.step)
+        if due[-1] == every[-1]:
+            work.buffers = self._buffers()
+
+    def _means(
+        self,
+        decision: Decision,
+        fragments: Sequence[int],
+        program: Program,
+        memory: Memory,
+        exceptions: Mapping[str, Program] = NO_EXCEPTIONS,
+    ) -> dict[str, torch.Tensor]:
+        replica, changes = self._replica, dict[str, torch.Tensor]()
+        for one in fragments:
+            changes |= replica.anchors.pseudo_gradients(one, replica.parameters)
+        for name, change in changes.items():
+            if not all_finite(change):
+                raise DivergedError(
+                    f"after step {replica.step} parameter {name!r} of this replica is not finite. The other"
+                    " replicas go on without it: restart it, and it continues from a live peer. If it"
+                    " diverges again, lower the learning rate or clip gradients"
+                )
+        number = replica.exchanges // len(replica.fragments)
+        work = packed(changes, program, exceptions, self._members, number)
+        complex_names = {name for name, change in changes.items() if change.is_complex()}
+        point = Point(decision.step, None if decision.final else fragments[0])
+        return ModelExchange(self._engine, point, work, complex_names, memory, self._members).means()
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return shared copies of the buffers, so that a failure leaves the model's own as they are."""
+        how = self._replica.config.buffers
+        if how == "local" or not self._replica.buffers:
+            return {}
+        copies = {name: one.detach().clone() for name, one in self._replica.buffers.items()}
+        self._run(share_buffers(list(copies.values()), how, self._members.size), "buffers")
+        return copies
+
+    def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
+        """Run a single program, and return its result."""
+        instead = torch.zeros(0, dtype=torch.float32, device=self._replica.device)
+        number = self._replica.step
+        future = self._engine.submit(steps, step=number, label=label, last=True, instead=instead)
+        self._engine.guard()
+        self._engine.settle()
+        result: torch.Tensor = future.wait()
+        return result
+
+
+def _acknowledge(device: torch.device) -> Steps[torch.Tensor]:
+    """Tell all replicas that this one has received everything, and wait for theirs."""
+    gathered: torch.Tensor = yield AllGather(torch.ones(1, dtype=torch.int32, device=device))
+    return gathered

@@ -1,0 +1,250 @@
+"""The runner of an attached model's strategy. It begins steps, swaps strategies and follows a schedule."""
+
+# DDP inspects a hook's annotations and rejects strings, so no `from __future__ import annotations` here.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.ddp.internals import in_backward
+from thinwire.engine.agreement import agree_on, decline
+from thinwire.engine.futures import at_work, is_at_work
+from thinwire.engine.meter import GRADIENTS
+from thinwire.errors import AttachError, ThinwireError, UnavailableError
+from thinwire.fsdp.reducer import Group, ShardReducer
+from thinwire.monitors.audit import Findings
+from thinwire.monitors.auditor import watched_all
+from thinwire.monitors.replicas import check_replicas, fingerprints, gather_fingerprints
+from thinwire.programs.allreduce import Exact
+from thinwire.programs.naming import described, same_program, short
+from thinwire.programs.program import Programs
+from thinwire.strategies.attached import AttachedReducer
+from thinwire.strategies.gradients import configuration_of, given_of
+from thinwire.strategies.schedule import Plan, Stage
+from thinwire.strategies.strategy import Configuration, Context, Strategy
+
+_SWAP = "swap"
+
+
+def thinwire_hook(runner: "Runner", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket with the runner's current strategy. The only hook that `attach` registers."""
+    if runner.begins_steps and not runner.steps.is_open:
+        runner.steps.settle_leftover()
+        runner.begin_step()
+    reducer: Any = runner.reducer  # a DDP model's, as DDP calls this hook
+    future: torch.futures.Future[torch.Tensor] = reducer.run(runner.programs, bucket, runner.context.memory)
+    return future
+
+
+def run_group(runner: "Runner", reducer: ShardReducer, group: Group) -> None:
+    """Average a group of an FSDP2 model with the runner's current strategy, as `thinwire_hook` for DDP."""
+    if runner.begins_steps and not runner.steps.is_open:
+        runner.steps.settle_leftover()
+        runner.begin_step()
+    reducer.run(runner.programs, group, runner.context.memory)
+
+
+class Runner:
+    """The strategy that a wire runs now, and the events of its steps.
+
+    Constructing one is collective.
+    """
+
+    def __init__(self, context: Context, plan: Plan) -> None:
+        self.context = context
+        self.reducer: AttachedReducer = context.reducer
+        self.steps = self.reducer.steps
+        self.plan = plan
+        self.schedule_ended = False
+        """Whether a swap or an audit has ended a schedule."""
+        self.config: Configuration = plan.at(0)
+        self.strategy: Strategy = self.bound(self.config)
+        self.programs = Programs(Exact())
+        self.begins_steps = True
+        """Whether `begin_step` must run with the next step's first bucket."""
+        self._findings: Findings | None = None
+        self._gathered: torch.futures.Future[torch.Tensor] | None = None
+        """All ranks' fingerprints, to be compared when the step's backward is over."""
+        self._forwards: Any = None
+
+    def start(self) -> None:
+        """Start the strategy, and receive the reducer's step events from now on."""
+        self.steps.events = self
+        self._start_strategy()
+
+    def _start_strategy(self) -> None:
+        """Start the strategy, and follow the schedule behind it.
+
+        A forward ends a training step that the loop has left out, by the strategy's own hook. The schedule's
+        must run after that one: otherwise a rank that skipped a step would be one stage behind the others.
+        """
+        self.strategy.start()
+        if self._forwards is not None:
+            self._forwards.remove()
+        if self.plan.scheduled:
+            self._forwards = self.context.model.on_forward(self._follow_schedule)
+
+    def close(self) -> None:
+        """Stop at once, and remove all hooks."""
+        self.strategy.close()
+        if self._forwards is not None:
+            self._forwards.remove()
+
+    # Events of a step, called by the reducer
+
+    def begin_step(self) -> None:
+        """Choose the step's programs, and compare the replicas if a comparison is due."""
+        if not self.strategy.supports_join and not in_backward():
+            raise UnavailableError(
+                f"a rank has run out of inputs (Join), and {self.config!r} cannot go on without it: give"
+                " every rank the same number of batches"
+            )
+        self.strategy.begin_step()
+        every, equal = self.context.check_every, self.strategy.replicas_equal
+        if equal and every and self.steps.count % every == 0:
+            self._compare_replicas()
+        program, exceptions = self.config.gradient_program(), self.strategy.exceptions()
+        exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
+        if self.context.auditor.every:
+            self._findings = self.context.auditor.begin(self.steps.count) if equal else None
+            program, exceptions = watched_all(program, exceptions, self._findings)
+        wrapped = {id(one): self.strategy.wrap(one) for one in (program, *exceptions.values())}
+        others = {name: wrapped[id(one)] for name, one in exceptions.items()}
+        self.programs = Programs(wrapped[id(program)], others, exact, sliced=True)
+        always = self.strategy.begins_steps or not self.strategy.supports_join
+        self.begins_steps = always or bool(every or self.context.auditor.every)
+
+    @property
+    def counts_backwards(self) -> bool:
+        """Whether every committed backward is a step."""
+        return self.strategy.counts_backwards
+
+    def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
+        """Return whether the step's means are finite on all ranks. Conclude the comparison of replicas."""
+        if self._gathered is not None:
+            self._check_replicas(self._gathered.wait())
+            self._gathered = None
+        return self.reducer.agree_finite(self.strategy.agree_finite(finite))
+
+    def end_backward(self, committed: bool) -> None:
+        """Notify the reducer and the strategy of a settled backward, then conclude its audit."""
+        self.reducer.settled(committed)
+        self.strategy.end_backward(committed)
+        if not committed or self._findings is None:
+            return
+        findings, self._findings = self._findings, None
+        step = self.steps.count - self.counts_backwards
+        fallback = self.context.auditor.conclude(findings, step, GRADIENTS)
+        if fallback is not None:
+            self.change(self.config.with_gradient_program(fallback))
+
+    def _compare_replicas(self) -> None:
+        """Gather the fingerprints of all replicas with the step's gradients."""
+        own = fingerprints(self.context.model.tensors().values())
+        gather = gather_fingerprints(own, active=in_backward())
+        label = "the comparison of replicas"
+        self._gathered = self.reducer.engine.submit(
+            gather, step=self.steps.count, label=label, last=False, instead=own
+        )
+
+    def _check_replicas(self, gathered: torch.Tensor) -> None:
+        """Compare the replicas, and end the wire if they differ, since the ranks have diverged."""
+        drift: ThinwireError | None = None
+        try:
+            check_replicas(list(self.context.model.parameters()), gathered, self.steps.count)
+        except ThinwireError as error:
+            drift = error
+        if drift is not None:
+            self.reducer.engine.fail(drift)
+
+    # Changes of strategy
+
+    def _follow_schedule(self) -> None:
+        if not self.plan.scheduled or self.steps.is_open:
+            return
+        self.plan.refuse_join(self.context.model.joins, self.steps.count)
+        due = self.plan.at(self.steps.count)
+        if not same_program(due, self.config):
+            with at_work():
+                self._swap(due)
+                self.strategy.begin_forward()
+
+    def swap(self, given: Stage) -> None:
+        """Run another program or configuration from the next step on, and end the schedule. Collective."""
+        self._swap(configuration_of(given))
+        self.end_schedule()
+
+    def _swap(self, config: Configuration) -> None:
+        communicator = self.reducer.communicator
+        try:
+            for one in (self.config, config):
+                _check_swappable(one, config)
+            config.validate(self.context.target())
+        except ThinwireError as error:
+            decline(str(error), communicator.meeting, _SWAP)
+            raise
+        self.strategy.end_open_step()
+        agree_on({"program": described(config)}, communicator.meeting, communicator.limit, topic=_SWAP)
+        new = self.bound(config)  # before the old strategy is retired, in case it raises
+        try:
+            self.strategy.retire()
+        except BaseException:
+            new.close()
+            raise
+        self.config, self.strategy, self.begins_steps = config, new, True
+        self._start_strategy()
+
+    def bound(self, config: Configuration) -> Strategy:
+        """Return a new strategy for a configuration, not started yet. Collective."""
+        strategy = config.bind(self.context)
+        strategy.change = self.change
+        return strategy
+
+    def change(self, config: Configuration) -> None:
+        """Switch to a changed configuration of the same class, as an audit decides, and end the schedule."""
+        self.config, self.begins_steps = config, True
+        self.strategy.reconfigure(config)
+        self.end_schedule()
+
+    def resume(self, config: Configuration, strategy: Strategy) -> None:
+        """Run the strategy of a loaded state, without synchronising models as a swap does."""
+        if strategy is self.strategy:
+            return
+        self.strategy.close()
+        self.config, self.strategy, self.begins_steps = config, strategy, True
+        if not any(same_program(config, one) for one in self.plan.stages):
+            self.end_schedule()
+        self._start_strategy()
+
+    def end_schedule(self) -> None:
+        """Stop following the schedule, if there is one."""
+        self.schedule_ended = self.schedule_ended or self.plan.scheduled
+        self.plan = Plan(given_of(self.config))
+        if self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
+
+    def between_steps(self, what: str) -> None:
+        """Settle the latest step.
+
+        A signal handler may have interrupted thinwire's own work on this thread. It would then wait for a
+        step that cannot end before the handler does, or see a change half made.
+
+        Args:
+            what: The caller's name, for the error message.
+
+        Raises:
+            AttachError: A step, or thinwire's own work on this thread, is running.
+        """
+        if self.steps.is_open or in_backward() or is_at_work():
+            raise AttachError(
+                f"{what} was called during backward or an exchange, or after a backward that was interrupted:"
+                " call it between steps. In a signal handler, only set a flag, and check it after each step"
+            )
+        self.steps.settle()
+
+
+def _check_swappable(one: Configuration, wanted: Configuration) -> None:
+    if not one.swappable:
+        raise UnavailableError(f"swap to {short(wanted)}: {one!r} cannot be swapped, {one.fixed_because}")

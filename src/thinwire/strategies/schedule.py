@@ -1,0 +1,134 @@
+"""Strategies by training step, such as exact gradients first, compressed ones later, averaged models last."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from thinwire.errors import OptionError, UnavailableError
+from thinwire.monitors.auditor import OnExcess
+from thinwire.programs.naming import Written, describe, described_before
+from thinwire.programs.program import Program, require_program
+from thinwire.strategies.gradients import configuration_of
+from thinwire.strategies.strategy import Configuration
+
+Stage: TypeAlias = Program | Configuration
+"""A gradient program, or a configuration such as `DiLoCo(...)`."""
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(Written):
+    """Programs and configurations by the step from which each one runs.
+
+    Give it to `attach` in place of a program. The wire swaps by itself, as `wire.swap` does, in the same
+    step's forward on all ranks. For that reason torch's `Join` is not available until the last stage has
+    begun.
+
+    A step is a backward pass that communicates, so micro-batches belong under `no_sync`. While models are
+    averaged, a step ends with the optimizer's step. Steps that overflowed do not count. After a checkpoint is
+    loaded, the wire continues with the stage that it ran when it was saved.
+
+    Args:
+        stages: The program or configuration of each stage, by its first step. One must begin at step 0.
+
+    Raises:
+        OptionError: The keys are not steps, 0 is missing, or a stage cannot be swapped (ZeRO).
+
+    Example::
+
+        diloco = thinwire.DiLoCo(period=32, program=thinwire.Int4())
+        schedule = thinwire.Schedule({0: thinwire.Exact(), 1_000: thinwire.Int8(), 20_000: diloco})
+        wire = thinwire.attach(ddp, schedule, optimizer=optimizer)
+    """
+
+    stages: Mapping[int, Stage]
+
+    def __post_init__(self) -> None:
+        steps = list(self.stages) if isinstance(self.stages, Mapping) else []
+        if not all(isinstance(step, int) and step >= 0 for step in steps) or 0 not in steps:
+            raise OptionError(
+                f"stages={self.stages!r} must have whole steps as keys, 0 among them, such as"
+                " {0: thinwire.Exact(), 1000: thinwire.Int8()}"
+            )
+        for config in map(configuration_of, self.stages.values()):
+            if not config.swappable:
+                raise OptionError(f"{config!r} cannot be a stage: {config.fixed_because}")
+            if not config.schedulable:
+                raise OptionError(f"{config!r} cannot be a stage: it chooses what runs by itself")
+        for step, stage in self.stages.items():
+            if not isinstance(stage, Configuration):
+                require_program(stage, f"the stage from step {step}")
+        object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
+
+    def at(self, step: int) -> Stage:
+        """Return the stage that runs in a step, as it was given."""
+        return self.stages[max(first for first in self.stages if first <= step)]
+
+
+class Plan:
+    """The configurations that a wire runs by step, from a schedule or from a single one."""
+
+    def __init__(self, given: Stage | Schedule) -> None:
+        stages = given.stages if isinstance(given, Schedule) else {0: given}
+        self.given = given
+        self._stages = {step: configuration_of(one) for step, one in stages.items()}
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the user gave a `Schedule`."""
+        return isinstance(self.given, Schedule)
+
+    @property
+    def stages(self) -> list[Configuration]:
+        """The configurations of all stages."""
+        return list(self._stages.values())
+
+    def at(self, step: int) -> Configuration:
+        """Return the configuration that runs in a step."""
+        return self._stages[max(first for first in self._stages if first <= step)]
+
+    def refuse_join(self, joins: bool, step: int) -> None:
+        """Raise UnavailableError if a later stage would begin inside torch's `Join`.
+
+        A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so
+        the others would wait for it until their time limit.
+        """
+        later = [first for first in self._stages if first > step]
+        if later and joins:
+            raise UnavailableError(
+                f"a Schedule whose next stage begins at step {later[0]} cannot run inside Join (step {step}"
+                " now): a rank that has run out of inputs would miss the swap; give every rank the same"
+                " number of batches, or call wire.swap(program) outside of Join"
+            )
+
+    def saved(self, program: str, step: int) -> Configuration | None:
+        """Return the stage of a step if a saved state names it, as stages may share a description."""
+        due = self.at(step)
+        return due if program in (describe(due), *_earlier(due)) else None
+
+    def known(self, fallback: OnExcess) -> dict[str, Configuration]:
+        """Return all stages, and the configurations that audits fall back to, by description.
+
+        The descriptions of earlier versions come first, so that errors name the running one, which is last.
+        """
+        own = [variant for one in self.stages for variant in one.variants()]
+        others = [] if isinstance(fallback, str) else [two for one in own for two in _after(one, fallback)]
+        configs = (*others, *own, *self.stages)
+        now = {describe(one): one for one in configs}
+        return {text: one for one in configs for text in _earlier(one) if text not in now} | now
+
+
+def _earlier(config: Configuration) -> list[str]:
+    """Return the descriptions under which earlier versions saved what a configuration continues from.
+
+    Its own options may have changed, and so may programs within it.
+    """
+    own = config.earlier_descriptions()
+    return [*own, *(described_before(text, config) for text in (describe(config), *own))]
+
+
+def _after(config: Configuration, program: Program) -> list[Configuration]:
+    """Return a configuration's variants after audits of gradients, of models, or of both fall back."""
+    gradients = config.with_gradient_program(program)
+    if config.model_program() is None:
+        return [gradients]
+    return [gradients, config.with_model_program(program), gradients.with_model_program(program)]

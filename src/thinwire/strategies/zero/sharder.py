@@ -1,0 +1,393 @@
+"""ZeRO on one model: gradients to owners, owners' steps, parameters to all ranks."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
+from thinwire.checkpoint.validate import check_tensor
+from thinwire.ddp.model import remove_handles
+from thinwire.engine.engine import Engine
+from thinwire.engine.futures import at_work
+from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.meter import PARAMETERS
+from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.pack import pack, real_numbers, unpack
+from thinwire.errors import AttachError, StateError, UnavailableError
+from thinwire.programs.finite import finite
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.strategies.attached import require_ddp
+from thinwire.strategies.strategy import Context, Strategy
+from thinwire.strategies.zero.assignment import owners
+from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
+from thinwire.strategies.zero.collect import collect
+from thinwire.strategies.zero.overlap import Usage
+from thinwire.strategies.zero.partial_step import gradients_in, step_some
+from thinwire.strategies.zero.pieces import Pieces
+from thinwire.strategies.zero.reduce import reduce_to_owners
+from thinwire.strategies.zero.zero import ZeRO
+
+_BUCKET_BYTES = 25 << 20
+_CHANGED = (
+    "gradients were changed between backward and optimizer.step(). Under ZeRO a rank has the gradients of its"
+    " own parameters only, so torch.nn.utils.clip_grad_norm_ takes a part of the norm, and clips too little:"
+    " use wire.clip_grad_norm_(max_norm). After a change that needs no norm, such as clip_grad_value_, call"
+    " wire.clip_grad_norm_(math.inf), which takes the gradients as they are"
+)
+
+
+class Sharder(Strategy):
+    """The strategy of `ZeRO`. It assigns owners to parameters and runs both exchanges.
+
+    The optimizer stays the user's. Constructing one is collective. It keeps neither the model nor the
+    optimizer alive.
+    """
+
+    supports_join = False
+    config: ZeRO
+
+    def __init__(self, config: ZeRO, context: Context) -> None:
+        super().__init__(config, context)
+        model, zero = require_ddp(context.model, repr(config)), config
+        parameters, (optimizer,) = model.parameters(), context.optimizers()
+        communicator = GroupCommunicator(model.group, context.reducer.communicator.limit)
+        communicator.open()
+        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._optimizer = optimizer
+        self._rank, self._size = communicator.rank, communicator.size
+        sizes = {name: one.numel() for name, one in parameters.items()}  # DDP may reduce frozen ones too
+        self.owners = owners(sizes, self._size, spread=zero.shard_buckets)
+        self._every = dict(parameters)
+        self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
+        self._masters: dict[str, torch.Tensor] = {}
+        self._versions = Versions()
+        self._changed = False
+        meter = context.reducer.engine.meter
+        self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
+        model.on_gone(self._engine.close)
+        self._lent: torch.Tensor | None = None
+        self._delivered, self._scalers_checked = False, context.reducer.steps.scales.named
+        self._left: list[torch.Tensor] = []
+        self._handles: list[Any] = [
+            model.on_forward(self._forward),
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ends),
+            optimizer.register_state_dict_post_hook(self._save),
+        ]
+        self._used: dict[str, bool] = {}
+        self._usage = Usage(self._parameters.values()) if config.interleaved and model.static_graph else None
+        model.on_gone(remove_handles, self._handles)
+
+    def close(self) -> None:
+        """Stop sharding, and remove all hooks."""
+        remove_handles(self._handles)
+        remove_handles(self._usage.handles if self._usage is not None else [])
+        self._engine.close()
+
+    def wrap(self, program: Program) -> Program:
+        """Return a program that reduces a bucket's gradients to their owners by `program`."""
+        return partial(self._reduce, program)
+
+    def _reduce(self, program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        pieces = Pieces.of(bucket, self.owners)
+        mean = yield from reduce_to_owners(program, bucket, pieces, memory)
+        names = pieces.names[self._rank]
+        if self.config.interleaved:
+            unused = yield from self._unused_in(bucket)
+            self._step(names, mean, unused)
+            yield from self._share(pieces)
+            return Outcome(bucket.buffer, finite=torch.ones((), dtype=torch.bool, device=mean.device))
+        into = bucket.views()
+        for name, gradient in zip(names, unpack(mean, pieces.shapes[self._rank]), strict=True):
+            into[name].copy_(gradient)
+        return Outcome(bucket.buffer, finite=finite(mean))
+
+    def _unused_in(self, bucket: Bucket) -> Steps[set[str]]:
+        """Return the parameters of a bucket that no rank uses under static_graph, which are not stepped.
+
+        They are the same in every step, so each is looked up once. Plain DDP leaves them without a gradient,
+        while a zero gradient would change them by momentum and weight decay.
+        """
+        if self._usage is None:
+            return set()
+        if not self._used.keys() >= set(bucket.names):
+            reached = self._usage.of(self._every[name] for name in bucket.names)
+            here = [float(id(self._every[name]) in reached) for name in bucket.names]
+            counts = yield AllReduce(torch.tensor(here, dtype=torch.float32, device=bucket.buffer.device))
+            self._used.update(zip(bucket.names, map(bool, counts.tolist()), strict=True))  # first step only
+        return {name for name in bucket.names if not self._used[name]}
+
+    def _forward(self) -> None:
+        """Record the gradients that are left of a backward that no step has followed.
+
+        Only the first forward after that backward can identify them. Later ones may find gradients of
+        micro-batches, after a step that a GradScaler has skipped.
+        """
+        self._check_frozen()
+        held = self._gradients()
+        if self._delivered:
+            self._left = [gradient for gradient in held if gradient.any()]
+        else:
+            self._left = [gradient for gradient in held if any(gradient is left for left in self._left)]
+        self._delivered = False
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._every.items():
+            if parameter.requires_grad and name not in self._parameters:
+                raise AttachError(
+                    f"parameter {name!r} was frozen when the wire was attached, so its owner does not share"
+                    " it, and now it trains: wrap the module in a new DistributedDataParallel after"
+                    " unfreezing it, load wire.consolidate_optimizer_state() on every rank, and attach"
+                )
+
+    def begin_step(self) -> None:
+        """Raise UnavailableError if this backward would add to reduced gradients, which only owners hold."""
+        if self.config.interleaved and self.missing is not None:
+            raise StateError(self.missing)
+        if self.config.interleaved and not self._scalers_checked:
+            refuse_scalers("use interleaved=False")
+            self._scalers_checked = True
+        if any(gradient is left for gradient in self._gradients() for left in self._left):
+            raise UnavailableError(
+                "a second backward adds to gradients that were exchanged already, which ZeRO's owners hold"
+                " alone: wrap all but the last backward of a step in ddp.no_sync(), or call zero_grad()"
+            )
+        self._left = []
+
+    def end_backward(self, committed: bool) -> None:
+        """Drop the gradients of other owners' parameters, now that DDP has written them."""
+        kept = {} if self.config.interleaved else self._own
+        for name, parameter in self._parameters.items():
+            if name not in kept:
+                parameter.grad = None
+        if self._usage is not None:
+            remove_handles(self._usage.handles)  # all buckets have been looked up
+        if self.config.interleaved:
+            return
+        self._stand_in(0.0 if committed else math.nan)
+        self._delivered = True
+        self._versions.remember(self._named_gradients())
+
+    def _stand_in(self, value: float) -> None:
+        """Lend a gradient to a rank that owns none, because a GradScaler cannot step without any."""
+        held = [one for group in self._optimizer.param_groups for one in group["params"] if one.numel()]
+        if held and not self._gradients():
+            self._lent = min(held, key=torch.Tensor.numel)
+            self._lent.grad = torch.full_like(self._lent, value)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale all gradients to a norm over all ranks of at most `max_norm`. Return the norm before."""
+        kind = norm_type
+        if self.config.interleaved:
+            raise UnavailableError(
+                "clip_grad_norm_ comes too late with ZeRO(interleaved=True), which steps inside backward: use"
+                " interleaved=False"
+            )
+        own = self._gradients()
+        with at_work(), torch.no_grad():
+            total = self._run(total_norm(norm_of(own, kind).to(self._device), kind), "the norm of gradients")
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own formula
+            for gradient in own:
+                gradient.mul_(factor.to(gradient.dtype))
+            self._versions.remember(self._named_gradients())  # earlier changes are accepted
+        return total
+
+    def consolidate_optimizer_state(self, to: int) -> dict[str, Any] | None:
+        """Return the whole optimizer state on rank `to`, collected shard by shard, and None on the others."""
+        own: dict[str, Any] = self._optimizer.state_dict()
+        forget_owned(own["param_groups"])
+        states: list[dict[Any, Any]] = []
+
+        def collecting() -> Steps[torch.Tensor]:
+            states.extend((yield from collect(own["state"], self._rank, self._size, to, self._device)))
+            return self._nothing()
+
+        self._run(collecting(), "the optimizer's state")
+        return None if self._rank != to else merged([{**own, "state": state} for state in states])
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Mark a saved optimizer state as this rank's shard."""
+        others = {id(one) for name, one in self._parameters.items() if name not in self._own}
+        return mark_owned(state, optimizer.param_groups, others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's unrounded parameters, which the optimizer's own state does not hold."""
+        return {"sharding": {"masters": {name: master.clone() for name, master in self._masters.items()}}}
+
+    def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Merge all ranks' unrounded parameters. Each has one owner."""
+        masters = {name: one for each in entries for name, one in each["sharding"]["masters"].items()}
+        return {"sharding": {"masters": masters}}
+
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Validate a saved state, and return a function that applies it."""
+        masters = (state.get("sharding") or {}).get("masters")
+        if not isinstance(masters, dict):
+            raise StateError("the state has nothing under 'sharding': it was not saved from a wire with ZeRO")
+        for name, master in masters.items():
+            check_tensor(f"master of {name}", master)
+            own = self._parameters.get(name)
+            if own is None or master.shape != own.shape or not master.is_floating_point():
+                raise StateError(f"the saved master of {name} does not fit this model's parameter")
+        mine = {
+            name: masters[name].detach().to(own.device, own.dtype, copy=True)
+            for name, own in self._own.items()
+            if name in masters
+        }
+
+        def take_over() -> None:
+            self._masters = mine
+
+        return take_over
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.float32, device=self._device)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return list(self._named_gradients().values())
+
+    def _named_gradients(self) -> dict[str, torch.Tensor]:
+        return {name: one.grad for name, one in self._own.items() if one.grad is not None}
+
+    def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
+        """Return whether the step's gradients are finite on all ranks, by a collective."""
+        if self.config.interleaved:
+            return finite
+        overflows = finite.logical_not().to(self._device, torch.float32).reshape(1)
+        return self._run(_summed(overflows), "the overflow check").sum() == 0
+
+    def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
+        """Run a program after those already submitted, and wait for all of them."""
+        nothing, count = self._nothing(), self.context.reducer.steps.count
+        with at_work():
+            future = self._engine.submit(steps, step=count, label=label, last=True, instead=nothing)
+            self._engine.guard()
+            self._engine.settle()
+            result: torch.Tensor = future.wait()
+        return result
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        closure = _closure_in(args, kwargs)
+        if closure is not None and (self.config.interleaved or self.config.parameters):
+            raise UnavailableError(
+                "step(closure) was called, but with ZeRO(interleaved=True) the step is inside backward, and"
+                " with parameters= a forward inside the step would see unrounded parameters: use ZeRO()"
+                " without these, or call backward before step()"
+            )
+        for name, parameter in self._parameters.items():
+            if name not in self._own:
+                optimizer.state.pop(parameter, None)  # left over from loading a whole state
+        self._delivered, self._left = False, []
+        if closure is None:  # before the step, as an optimizer may change gradients itself
+            self._changed = self._versions.changed(self._named_gradients())
+        if self._lent is not None:
+            self._lent.grad = None
+            self._lent = None
+        if not self.config.interleaved:
+            self._unround(self._own)
+
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.config.interleaved:
+            with at_work():
+                self._share_all(args, kwargs)
+
+    def _share_all(self, args: Any, kwargs: Any) -> None:
+        """Send all updated parameters to all ranks, and raise if gradients were changed on any."""
+        if _closure_in(args, kwargs) is not None:
+            self._changed = self._versions.changed(self._named_gradients())
+        flags = torch.tensor(
+            [float(self._changed), float(self.missing is not None)], dtype=torch.float32, device=self._device
+        )
+        with torch.no_grad():
+            nothing, count = self._nothing(), self.context.reducer.steps.count
+            for bucket in self._chunks():
+                steps = self._share(Pieces.of(bucket, self.owners))
+                self._engine.submit(steps, step=count, label=bucket, last=False, instead=nothing)
+            changed, missing = self._run(_summed(flags), "the check of gradients").tolist()
+        if self._size > 1 and (changed or missing):  # on every rank, so that none waits for the others
+            if missing:
+                raise StateError(self.missing or "another rank's optimizer state was loaded there alone")
+            raise UnavailableError(_CHANGED)
+
+    def _chunks(self) -> Iterator[Bucket]:
+        """Yield the model's parameters in buckets of one dtype."""
+        names: list[str] = []
+        filled = 0
+        for name, parameter in sorted(self._parameters.items(), key=lambda item: str(item[1].dtype)):
+            other = names and self._parameters[names[0]].dtype != parameter.dtype
+            if other or (names and filled + parameter.nbytes > _BUCKET_BYTES):
+                yield self._chunk(names)
+                names, filled = [], 0
+            names.append(name)
+            filled += parameter.nbytes
+        yield self._chunk(names)
+
+    def _chunk(self, names: list[str]) -> Bucket:
+        like = self._parameters[names[0]]
+        shapes = tuple(real_numbers(self._parameters[name]).shape for name in names)
+        return Bucket(0, like.new_empty(0), tuple(names), shapes, self._rank, self._size, 0)
+
+    def _step(self, names: Sequence[str], mean: torch.Tensor, unused: set[str]) -> None:
+        """Step some of this rank's own parameters with the user's optimizer."""
+        owned = [self._every[name] for name in names]
+        gradients = [
+            pair
+            for name, pair in zip(names, gradients_in(mean, owned, strided=False), strict=True)
+            if pair[0].requires_grad and name not in unused
+        ]
+        if gradients:
+            self._unround([name for name in names if name in self._own])
+            step_some(self._optimizer, gradients)
+
+    def _unround(self, names: Iterable[str]) -> None:
+        """Restore the unrounded values of own parameters before a step."""
+        with torch.no_grad():
+            for name in names:
+                master = self._masters.get(name)
+                if master is None:
+                    continue
+                rounded = master.to(torch.bfloat16).to(master.dtype)
+                own = self._own[name]
+                own.copy_(torch.where(own == rounded, master, own))  # keep values that the user has set since
+
+    def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
+        """Send own parameters to all ranks, rounded if configured, and copy in those of other owners."""
+        # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters always travel as pairs.
+        shapes = tuple(tuple(real_numbers(self._every[name]).shape for name in own) for own in pieces.names)
+        pieces = replace(pieces, shapes=shapes)
+        names = pieces.names[self._rank]
+        every = [name for own in pieces.names for name in own]
+        like = self._every[every[0]]
+        travel = self.config.parameters or like.dtype
+        numbers = [real_numbers(self._every[name]) for name in names]
+        if travel != like.dtype and like.is_floating_point():
+            for name in names:
+                self._masters[name] = self._every[name].detach().clone()
+            numbers = [one.to(travel) for one in numbers]
+        kind = travel if like.is_floating_point() else real_numbers(like).dtype
+        own = pack(numbers) if numbers else torch.empty(0, dtype=kind, device=like.device)
+        shared = yield from pieces.share(own, self._rank)
+        for name, tensor in shared.items():
+            if self.owners[name] != self._rank or name in self._masters:
+                real_numbers(self._every[name]).copy_(tensor)
+        return own
+
+
+def _summed(tensor: torch.Tensor) -> Steps[torch.Tensor]:
+    total: torch.Tensor = yield AllReduce(tensor)
+    return total
+
+
+def _closure_in(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("closure") or (args[1] if len(args) > 1 else None)

@@ -1,1 +1,0 @@
-"""The wire: collectives, their order, the engine that issues them. None is issued elsewhere."""

@@ -1,0 +1,285 @@
+"""torchft: replicas die, come back and stay equal, with a real manager, lighthouse and process group."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchft import Manager, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+
+import thinwire
+from benchmarks.live_job import Job, Plan
+from examples import tiny
+from tests import harness
+from tests.surface.test_docs import python_blocks
+from thinwire.integrations import torchft
+
+DILOCO = thinwire.DiLoCo(4, program=thinwire.Int8())
+
+
+@pytest.mark.parametrize("dies_in", [-1, 3], ids=["killed", "killed in an exchange"])
+def test_a_replica_dies_and_comes_back_and_all_end_equal(tmp_path: Path, dies_in: int) -> None:
+    with Job(Plan(folder=tmp_path, dies_in=dies_in), harness._context) as job:
+        job.await_("the start", lambda: all(job.exchanges(place)[1:] for place in (0, 2)))
+        if dies_in < 0:
+            job.await_("replica 1", lambda: bool(job.exchanges(1)[1:]))
+            job.kill(1)
+        job.await_("the death", lambda: job.dead(1))
+        before = job.exchanges(0)[-1]["exchanges"]
+        job.await_("two go on", lambda: job.exchanges(0)[-1]["exchanges"] >= before + 2)
+        assert job.exchanges(0)[-1]["replicas"] == ["replica-0", "replica-2"]
+        job.start(1)
+        job.await_("the return", lambda: len(job.exchanges(0)[-1]["replicas"]) == 3)
+        results = job.end()
+        first = job.exchanges(1)[0]
+        rows = {row["exchanges"]: row for row in job.exchanges(0)}
+        logs = [job.log(place, 0) for place in (0, 2)]
+    assert len({(one["digest"], one["step"]) for one in results}) == 1, results
+    assert first["step"] == rows[first["exchanges"]]["step"] > 0, "it continues at the others' step"
+    assert first["anchors"] == rows[first["exchanges"]]["anchors"]
+    for log in logs:
+        assert log.count("was not committed") <= 1, "a death costs at most one exchange"
+        assert "replica-1 left before step" in log
+        assert "its residuals of 0.weight, 1.weight are lost" in log
+        assert "fallen behind" not in log, "the living keep their state"
+
+
+def apart(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
+    """Call `function(place, *args)` in some processes, since torchft leaves threads behind, and warns."""
+    pipes, processes = [], []
+    for place in range(count):
+        receiver, sender = harness._context.Pipe(duplex=False)
+        process = harness._context.Process(target=told, args=(sender, function, place, *args), daemon=True)
+        process.start()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        assert all(pipe.poll(100) for pipe in pipes), "a process does not answer"
+        results = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    failures = [one for one in results if isinstance(one, str) and one.startswith("Traceback")]
+    assert not failures, failures[0]
+    return results
+
+
+def told(sender: Any, function: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = function(*args)
+    except BaseException:
+        result = traceback.format_exc()
+    sender.send(result)
+    sender.close()
+    os._exit(0)
+
+
+def lighthouse(minimum: int = 1) -> LighthouseServer:
+    return LighthouseServer(
+        bind="[::]:0", min_replicas=minimum, join_timeout_ms=100 if minimum == 1 else 20_000
+    )
+
+
+def manager_for(server: LighthouseServer, **options: Any) -> Any:
+    return torchft.make_manager(
+        **{"min_replicas": 1, "lighthouse": server.address(), "host": "localhost", **options}
+    )
+
+
+def trained(steps: int, wire: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    rows = tiny.Rows().rows
+    while wire.step < steps:
+        batch = rows[8 * wire.step :][:8]
+        optimizer.zero_grad()
+        tiny.loss_of(module(batch), batch).backward()
+        optimizer.step()
+
+
+def resumed(_: int, folder: Path) -> None:
+    server = lighthouse()
+
+    def made() -> tuple[Any, Any, nn.Module, torch.optim.Optimizer]:
+        module, manager = tiny.model(), manager_for(server)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        return manager, torchft.attach(manager, module, DILOCO, optimizer=optimizer), module, optimizer
+
+    manager, wire, module, optimizer = made()
+    trained(10, wire, module, optimizer)
+    torch.save({"wire": wire.state_dict(), "optimizer": optimizer.state_dict()}, folder / "job.pt")
+    position = manager.current_step()
+    trained(20, wire, module, optimizer)
+    manager.shutdown(wait=False)
+    assert position == 3, "the start, and two exchanges"
+
+    server = lighthouse()  # knows nothing of the first manager
+    manager, again, other, stepping = made()
+    saved = torch.load(folder / "job.pt")
+    stepping.load_state_dict(saved["optimizer"])
+    again.load_state_dict(saved["wire"])
+    assert (again.step, manager.current_step()) == (10, position)
+    trained(20, again, other, stepping)
+    assert tiny.digest(other) == tiny.digest(module)
+    assert again.exchanges == wire.exchanges == 5
+    with pytest.raises(thinwire.AttachError, match="had joined"):
+        again.load_state_dict(saved["wire"])
+
+
+def test_a_saved_replica_resumes_bit_by_bit_with_the_managers_step(tmp_path: Path) -> None:
+    apart(resumed, 1, tmp_path)
+
+
+def native(rank: int, size: int) -> str:
+    module = nn.Sequential(nn.Linear(tiny.WIDTH, 8), nn.Linear(8, tiny.WIDTH))
+    start(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    wire = thinwire.attach(module, DILOCO, optimizer=optimizer)
+    return steps_of(rank, module, optimizer, wire)
+
+
+def live(rank: int, address: str) -> str:
+    module = nn.Sequential(nn.Linear(tiny.WIDTH, 8), nn.Linear(8, tiny.WIDTH))
+    start(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    manager = torchft.make_manager(
+        min_replicas=2, lighthouse=address, host="localhost", name=f"replica-{rank}"
+    )
+    wire = torchft.attach(manager, module, DILOCO, optimizer=optimizer)
+    return steps_of(rank, module, optimizer, wire)
+
+
+def start(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in module.parameters():
+            one.normal_()
+
+
+def steps_of(rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, wire: Any) -> str:
+    rows = tiny.Rows().rows
+    for step in range(8):
+        batch = rows[8 * (2 * step + rank) :][:8]
+        optimizer.zero_grad()
+        tiny.loss_of(module(batch), batch).backward()
+        optimizer.step()
+    wire.finalize()
+    return tiny.digest(module)
+
+
+def test_undisturbed_replicas_end_as_ranks_of_a_fixed_group_do() -> None:
+    server = lighthouse(2)
+    try:
+        found = apart(live, 2, server.address())
+    finally:
+        server.shutdown()
+    assert found == harness.run_ranks(native, 2)
+
+
+def page(place: int, address: str) -> int:
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
+    names: dict[str, Any] = {}
+    (block,) = python_blocks("docs/integrations/torchft.md")
+    exec(block, names)
+    batches = iter(tiny.Rows().rows.split(8))
+    wire = names["train"](tiny.model(), batches, lambda output: output.square().mean(), steps=6)
+    return int(wire.step)
+
+
+def test_the_page_shows_what_trains() -> None:
+    server = lighthouse(2)
+    try:
+        assert apart(page, 2, server.address()) == [6, 6]
+    finally:
+        server.shutdown()
+
+
+def too_few(_: int) -> None:
+    module = tiny.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    strict, lenient = lighthouse(2), lighthouse(1)
+    manager = manager_for(strict, min_replicas=2, quorum_timeout=1.0)
+    wire = torchft.attach(manager, module, DILOCO, optimizer=optimizer)
+    with pytest.raises(thinwire.WireError, match=r"no quorum within 1 s: too few replicas"):
+        module(torch.zeros(1, tiny.WIDTH))
+    assert wire.step == 0
+
+    module = tiny.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    manager = manager_for(lenient, min_replicas=2, quorum_timeout=3.0)
+    wire = torchft.attach(manager, module, DILOCO, optimizer=optimizer)
+    with pytest.raises(thinwire.WireError, match=r"1 replicas where at least 2 are needed: start more"):
+        wire.join()
+
+
+def test_too_few_replicas_are_an_error_with_a_way_out() -> None:
+    apart(too_few, 1)
+
+
+def no_lighthouse(_: int) -> None:
+    os.environ.pop("TORCHFT_LIGHTHOUSE", None)
+    with pytest.raises(thinwire.WireError, match=r"no lighthouse.*torchft_lighthouse --min_replicas 2"):
+        torchft.make_manager(min_replicas=2)
+    with pytest.raises(thinwire.WireError, match=r"localhost:1 does not answer: start one"):
+        torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", connect_timeout=1.0)
+
+
+def test_no_lighthouse_is_an_error_with_a_way_out() -> None:
+    apart(no_lighthouse, 1)
+
+
+def refused(_: int) -> None:
+    server = lighthouse()
+    module = tiny.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    manager = manager_for(server)
+    cases: dict[Any, str] = {
+        thinwire.DiLoCo(4, overlap=2): r"overlap=2 is not supported with torchft",
+        thinwire.DiLoCo(4, warmup_steps=3): r"warmup_steps=3 is not supported",
+        thinwire.DiLoCo(4, within=2): r"within=2 is not supported",
+        thinwire.DiLoCo(4, optimizer_state="mean"): r'"mean" is not supported',
+        thinwire.LocalSGD(4): r"has no outer optimizer",
+        thinwire.Int8(): r"has no outer optimizer",
+    }
+    for program, reason in cases.items():
+        with pytest.raises(thinwire.OptionError, match=reason):
+            torchft.attach(manager, module, program, optimizer=optimizer)
+    with pytest.raises(thinwire.OptionError, match="holds none of the model's parameters"):
+        torchft.attach(manager, module, DILOCO, optimizer=torch.optim.SGD(tiny.model().parameters(), lr=1.0))
+    torchft.attach(manager, module, DILOCO, optimizer=optimizer)
+    with pytest.raises(thinwire.AttachError, match="has a wire already"):
+        torchft.attach(manager, module, DILOCO, optimizer=optimizer)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    asynchronous = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=server.address(),
+    )
+    with pytest.raises(thinwire.UnavailableError, match="use_async_quorum=False"):
+        torchft.attach(asynchronous, module, DILOCO, optimizer=optimizer)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    apart(refused, 1)
+
+
+def test_without_torchft_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    monkeypatch.delitem(sys.modules, "thinwire.integrations.torchft")
+    with pytest.raises(thinwire.UnavailableError, match="pip install torchft-nightly"):
+        importlib.import_module("thinwire.integrations.torchft")

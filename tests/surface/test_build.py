@@ -1,0 +1,61 @@
+"""The build of the package ships every file of the native kernels, and works without a compiler."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "src" / "thinwire" / "kernels"
+
+
+def build(what: str, out: Path, **environment: str) -> Path:
+    """Build a distribution with the backend of this environment, as pip does without isolation."""
+    program = f"from setuptools import build_meta; print(build_meta.build_{what}({str(out)!r}))"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=out.parent / "checkout",
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return out / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a folder for distributions, beside a clean copy of what is built."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    for path in (ROOT / "src").rglob("*"):
+        if path.suffix in (".py", ".c", ".css", ".h", ".typed", ".html"):
+            target = copy / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    (tmp_path / "dist").mkdir()
+    return tmp_path / "dist"
+
+
+def test_the_source_distribution_has_every_source(checkout: Path) -> None:
+    with tarfile.open(build("sdist", checkout)) as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {path.name for path in KERNELS.glob("*.[ch]")} <= names
+
+
+def test_without_a_compiler_the_package_is_built_without_kernels(checkout: Path) -> None:
+    with zipfile.ZipFile(build("wheel", checkout, CC="no-such-compiler")) as archive:
+        names = archive.namelist()
+    assert {
+        "thinwire/kernels/blocks.py",
+        "thinwire/docs/static/thinwire-docs.css",
+        "thinwire_command.py",
+    } <= set(names)
+    assert not [name for name in names if name.endswith(".so")]

@@ -1,0 +1,107 @@
+"""Every Python block of the guides runs, page by page; every example of plain torch trains."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from examples import own_model, train_diloco, train_zero
+from tests.harness import run_ranks
+from tests.models import batch, mlp
+from tests.surface.test_docs import ROOT, python_blocks
+from thinwire import errors
+
+GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/guides/*.md"))
+
+
+def run_page(page: str, rank: int, folder: str) -> str:
+    """Run the blocks of a page one after another, and return what they printed.
+
+    Each block has a new model, unless it goes on with the wire of the one before.
+    """
+    names: dict[str, Any] = {"thinwire": thinwire, "torch": torch, "folder": folder}
+    names["loss_of"] = lambda output: output.square().mean()
+    names["batches"] = [batch(rank, step, width=8) for step in range(4)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        for block in python_blocks(page):
+            attaches = "attach(" in block or "register_comm_hook" in block
+            if attaches or "wire" not in names:
+                names["ddp"] = DDP(mlp(width=8, layers=2))
+                names["optimizer"] = torch.optim.AdamW(names["ddp"].parameters())
+            if not attaches and "wire" not in names:
+                names["wire"] = thinwire.attach(names["ddp"], thinwire.Int8())
+            exec(block, names)
+            if "register_comm_hook" in block:
+                for one in names["batches"]:
+                    names["ddp"](one).square().mean().backward()
+    return printed.getvalue()
+
+
+def guided(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of checkpoints
+        return {page: run_page(page, rank, folder) for page in GUIDES}
+
+
+@pytest.mark.timeout(320)
+def test_every_python_block_of_the_guides_runs(tmp_path: Path) -> None:
+    printed = run_ranks(guided, 2, str(tmp_path), seconds=300, group_timeout=150)[0]
+    assert "Int8()" in printed["docs/guides/choose-a-program.md"]
+    assert re.search(r"MB sent in 4 steps", printed["docs/guides/your-own-script.md"])
+    assert printed["docs/guides/errors.md"].startswith("rank=0 must be at least 1")
+    assert (tmp_path / "steps.jsonl").exists()
+    assert (tmp_path / "audited.jsonl").exists()
+
+
+def test_the_guide_to_errors_has_every_class() -> None:
+    page = (ROOT / "docs/guides/errors.md").read_text()
+    classes = [name for name, one in vars(errors).items() if isinstance(one, type)]
+    assert [name for name in classes if f"`{name}`" not in page] == []
+
+
+def test_the_guides_lead_to_each_other() -> None:
+    index = (ROOT / "docs/guides/README.md").read_text()
+    assert [page for page in GUIDES if f"({Path(page).name})" not in index and "README" not in page] == []
+
+
+def exampled(rank: int, world_size: int, folder: str) -> str:
+    dist.init_process_group = dist.destroy_process_group = lambda *args: None  # type: ignore[assignment]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        warnings.simplefilter("ignore")  # torch's own, of checkpoints
+        train_diloco.main()
+        train_zero.main(Path(folder, "checkpoint"))
+    return printed.getvalue()
+
+
+@pytest.mark.timeout(320)
+def test_the_examples_of_diloco_and_zero_train(tmp_path: Path) -> None:
+    first, second = run_ranks(exampled, 2, str(tmp_path), seconds=300, group_timeout=150)
+    assert "the resumed job equals the uninterrupted one: True" in first
+    assert second == ""
+
+
+@pytest.mark.timeout(320)
+def test_the_minimal_example_is_short_and_runs_as_it_says() -> None:
+    path = ROOT / "examples/train.py"
+    assert len(path.read_text().splitlines()) <= 32
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"loss 0\.\d+; ", run.stdout)
+
+
+def test_the_own_model_is_one_that_bench_takes() -> None:
+    model, batches = own_model.build()
+    loss = model(batches(0, 0))
+    loss.backward()
+    assert torch.equal(batches(1, 5)[0], batches(1, 5)[0])

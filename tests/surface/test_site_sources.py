@@ -1,0 +1,120 @@
+"""The pages that the documentation is made of: every public name once, every section filled."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.surface.test_surface import ARRIVED
+from thinwire.docs.book import Book
+from thinwire.docs.keywords import all_keywords
+from thinwire.docs.pages import SECTIONS, index_page, llms_text, module_page
+from thinwire.docs.project import Page, Project
+from thinwire.docs.site import write_sources
+
+ROOT = Path(__file__).parents[2]
+BOOK = Book(Project.find(str(ROOT / "src" / "thinwire")))
+PAGES = BOOK.project.pages
+
+
+@cache
+def text_of(page: Page) -> str:
+    return module_page(BOOK, page)
+
+
+def directives(text: str) -> list[str]:
+    """The full names that a page documents."""
+    found = re.findall(r"^:{6}\{py:\w+\} (\w+).*\n:module: (.*)$", text, flags=re.M)
+    return [f"{module}.{name}" for name, module in found]
+
+
+def exported() -> list[str]:
+    """Every name of every `__all__`."""
+    return [f"{one.name}.{name}" for one in BOOK.project.modules.values() for name in one.exports or ()]
+
+
+def test_every_exported_name_is_documented_exactly_once_and_in_the_index() -> None:
+    documented = [name for page in PAGES for name in directives(text_of(page))]
+    assert len(documented) == len(set(documented))
+    entry_of = {name: one for one in BOOK.project.entries for name in (one.name, *one.aliases)}
+    assert [name for name in exported() if name not in entry_of] == []
+    words = {one.word for one in all_keywords(BOOK)}
+    for name in exported():
+        assert documented.count(entry_of[name].name) == 1, name
+        assert name.rpartition(".")[2] in words
+
+
+def test_the_public_names_are_those_of_the_package() -> None:
+    import thinwire
+
+    names = {name for one in BOOK.project.entries for name in (one.name, *one.aliases)}
+    assert {f"thinwire.{name}" for name in thinwire.__all__} <= names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_has_every_section_and_none_is_empty(page: Page) -> None:
+    check_sections(text_of(page))
+
+
+def check_sections(text: str) -> None:
+    parts = re.split(r"^## (.*)$", text, flags=re.M)
+    titles, bodies = parts[1::2], parts[2::2]
+    assert [one for one in titles if not one.startswith("Switch from ")] == [*SECTIONS, "Keywords"]
+    for title, body in zip(titles, bodies, strict=True):
+        assert len(re.sub(r"[\s|`:-]", "", body)) > 10, f"{title} is empty"
+    assert "| |" not in text.replace("|  |  |", ""), "a table has an empty cell"
+
+
+@pytest.mark.parametrize("module", ARRIVED)
+def test_pages_of_torchs_modules_say_what_differs_and_how_to_switch(module: str) -> None:
+    ours = f"thinwire.{module.removeprefix('algorithms.')}"
+    text = text_of(BOOK.project.page_of[ours])
+    switch = text.split("## Switch from torch\n")[1].split("\n## ")[0]
+    assert "# before\nfrom torch.distributed" in switch
+    assert "# after\nfrom thinwire" in switch
+
+
+def test_every_module_and_every_page_of_the_checkout_can_be_reached_from_the_start() -> None:
+    index = index_page(BOOK)
+    for page in PAGES:
+        assert f"</{page.document}>" in index
+    for path in ROOT.glob("docs/**/*.md"):
+        assert f"/{path.relative_to(ROOT).as_posix().removesuffix('.md')}" in index
+    assert {one.name for page in PAGES for one in page.modules} == set(BOOK.project.modules)
+
+
+def test_keywords_lead_to_sections_that_exist_and_concepts_to_the_glossary() -> None:
+    found = all_keywords(BOOK)
+    pages = {page.document: page for page in PAGES}
+    for one in found:
+        if one.page in pages and one.kind in ("function", "class", "method", "property", "exception"):
+            sections = {"overview", "purpose"} | {"dependencies"}
+            anchors = directives(text_of(pages[one.page]))
+            known = one.anchor in sections or one.anchor.startswith("module-")
+            assert known or one.anchor in anchors or one.anchor.rpartition(".")[0] in anchors, one
+    residual = [one for one in found if one.word == "residual" and one.kind == "concept"]
+    assert any(one.page == "docs/glossary" for one in residual)
+    (hook,) = [one for one in found if one.word == "powerSGD_hook" and one.kind == "function"]
+    assert hook.url == (
+        "modules/thinwire.ddp_comm_hooks.powerSGD_hook.html"
+        "#thinwire.ddp_comm_hooks.powerSGD_hook.powerSGD_hook"
+    )
+
+
+def test_assistants_get_every_page_with_a_line() -> None:
+    text = llms_text(BOOK)
+    assert text.startswith("# thinwire\n\n> Fast and safe")
+    assert all(f"[{page.name}]({page.document}.html): " in text for page in PAGES)
+
+
+@pytest.mark.parametrize("package", ["json", "concurrent", "click"])
+def test_packages_of_others_have_the_same_pages(package: str, tmp_path: Path) -> None:
+    book = Book(Project.find(package))
+    assert book.project.entries
+    write_sources(book, tmp_path / "sources")
+    for page in book.project.pages:
+        check_sections((tmp_path / "sources" / f"{page.document}.md").read_text())
+    keywords = json.loads((tmp_path / "sources" / "keywords.json").read_text())["keywords"]
+    assert {one.item.name for one in book.project.entries} <= {one["word"] for one in keywords}

@@ -1,0 +1,283 @@
+"""The planner: the formula's properties, bytes told by programs, and recommendations."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thinwire
+from tests.simulated import bytes_of
+from thinwire import Bucket, Memory, OptionError, Outcome, Program, Steps
+from thinwire.bench.parsing import parse_program
+from thinwire.plan.candidates import DEFAULTS, PLAIN_DDP, Candidate, exchanges_of, outer_bytes
+from thinwire.plan.compute import assumed, measure, transformer_shapes
+from thinwire.plan.cost import Chunk, Compute, averaged_cost, step_cost
+from thinwire.plan.encode import Speeds
+from thinwire.plan.gaps import Gap, Known, shipped
+from thinwire.plan.network import Link, Network, Transfer
+from thinwire.plan.planner import Planner, Row
+from thinwire.plan.recommend import Limits, recommend
+from thinwire.plan.traffic import Layout, handed_over, traffic
+from thinwire.programs.naming import short
+
+SHAPES = {"head": torch.Size((256, 64)), "norm": torch.Size((64,)), "up": torch.Size((64, 256))}
+COMPUTE = Compute(begin=0.02, arrivals=(0.04, 0.06, 0.1), backward=0.1, optimizer=0.01)
+KINDS = ("AllReduce", "AllGather", "AllToAll", "ReduceScatter", "Broadcast", "Reduce")
+
+
+def network(rate: float = 1e8, ranks: int = 4, latency: float = 1e-3, message: float = 50e-6) -> Network:
+    link = Link(up=rate, down=rate, latency=latency)
+    return Network(ranks=ranks, link=link, message_seconds=message)
+
+
+chunks = st.lists(
+    st.builds(
+        lambda arrival, work, sends, kind: Chunk(
+            arrival, 4 * sends[0], (work,) * (len(sends) + 1), tuple(Transfer(kind, one, 4) for one in sends)
+        ),
+        st.floats(0.02, 0.1),
+        st.floats(0, 0.01),
+        st.lists(st.integers(0, 10**7), min_size=1, max_size=3),
+        st.sampled_from(KINDS),
+    ),
+    min_size=1,
+    max_size=6,
+).map(lambda made: sorted(made, key=lambda chunk: chunk.arrival))
+
+
+@given(chunks, st.floats(1e6, 1e10), st.floats(0, 0.1))
+def test_a_step_is_never_shorter_than_computing_or_its_bytes(
+    made: list[Chunk], rate: float, latency: float
+) -> None:
+    cost = step_cost(made, COMPUTE, network(rate, latency=latency))
+    assert cost.step >= COMPUTE.step
+    assert cost.step >= made[0].arrival + 8 * cost.bytes / rate
+    assert 0 < cost.utilisation <= 1
+
+
+@given(chunks, st.floats(1e6, 1e10), st.floats(1.0, 10.0))
+def test_a_step_is_monotone_in_bytes_rate_latency_and_encoding(
+    made: list[Chunk], rate: float, more: float
+) -> None:
+    base = step_cost(made, COMPUTE, network(rate)).step
+    tolerance = 1e-9 + base * 1e-9
+    larger = [
+        replace(one, transfers=tuple(t._replace(sent=int(more * t.sent)) for t in one.transfers))
+        for one in made
+    ]
+    slower = [replace(one, encode=tuple(more * work for work in one.encode)) for one in made]
+    assert step_cost(larger, COMPUTE, network(rate)).step >= base - tolerance
+    assert step_cost(slower, COMPUTE, network(rate)).step >= base - tolerance
+    assert step_cost(made, COMPUTE, network(rate * more)).step <= base + tolerance
+    assert step_cost(made, COMPUTE, network(rate, latency=1e-3 * more)).step >= base - tolerance
+
+
+@given(st.sampled_from([thinwire.Exact(), thinwire.BF16(), thinwire.Int8()]), st.integers(2, 5))
+@settings(max_examples=12, deadline=None)
+def test_a_step_takes_longer_with_more_ranks(program: Program, ranks: int) -> None:
+    steps = []
+    for count in (ranks, 2 * ranks):
+        found = [
+            Chunk(0.1, 4, (0.0,) * 3, traffic(one.layout, count, 10).transfers[:2])
+            for one in handed_over(program, SHAPES)
+        ]
+        found = [replace(one, encode=(0.0,) * (len(one.transfers) + 1)) for one in found]
+        steps.append(step_cost(found, COMPUTE, network(1e6, count)).step)
+    assert steps[1] >= steps[0]
+
+
+def test_up_down_and_half_duplex() -> None:
+    transfer = Transfer("AllToAll", 10**6, 2)
+    home = Network(ranks=2, link=Link(up=2e7, down=1e8), message_seconds=0.0)
+    assert home.occupied(transfer) == pytest.approx(0.4)
+    half = Network(ranks=2, link=Link(up=1e8, down=1e8, duplex=False), message_seconds=0.0)
+    assert half.occupied(transfer) == pytest.approx(0.16)
+    inside = Network(ranks=8, link=Link(up=1e6, down=1e6), inside=Link(up=1e9, down=1e9), message_seconds=0.0)
+    assert inside.occupied(transfer._replace(local=True)) == pytest.approx(0.008)
+    assert inside.occupied(transfer) == pytest.approx(8.0)
+
+
+def test_communication_hides_behind_backward_and_encoding_delays_it() -> None:
+    first = Chunk(0.02, 0, (0.0, 0.0), (Transfer("AllGather", 500_000, 2),))
+    fast = network(1e8, 2, 0.0, message=0.0)
+    assert step_cost([first], COMPUTE, fast).exposed == 0
+    assert step_cost([first], COMPUTE, fast).step == pytest.approx(COMPUTE.step)
+    busy = replace(first, encode=(0.03, 0.0))
+    assert step_cost([busy], COMPUTE, fast).step == pytest.approx(COMPUTE.step + 0.03)
+
+
+def test_averaged_models_pay_once_a_period_and_overlap() -> None:
+    chunk = Chunk(0.0, 0, (0.0, 0.0), (Transfer("AllGather", 10**6, 2),))
+    there = network(8e6, 2, 0.0, message=0.0)
+    cost = averaged_cost([([chunk], 0)], 10, COMPUTE, there)
+    assert cost.step == pytest.approx(COMPUTE.step + 0.1)
+    assert cost.bytes == 1e5
+    hidden = averaged_cost([([chunk], 5)], 10, COMPUTE, there)
+    assert hidden.step == pytest.approx(COMPUTE.step + (1 - 5 * COMPUTE.step) / 10)
+
+
+def test_stragglers_cost_more_with_more_ranks_and_less_over_a_period() -> None:
+    uneven = replace(COMPUTE, spread=0.01)
+    steps = [step_cost([], uneven, network(ranks=ranks)).stragglers for ranks in (1, 2, 64)]
+    assert steps[0] == 0 < steps[1] < steps[2]
+    assert averaged_cost([], 16, uneven, network(ranks=64)).stragglers == pytest.approx(steps[2] / 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("text", [one for one in DEFAULTS if "LoCo" not in one])
+def test_bytes_are_those_that_simulated_ranks_send(text: str, ranks: int) -> None:
+    program = Candidate.of(text, parse_program(text)).program
+    for handed in handed_over(program, SHAPES):
+        layout = handed.layout
+        shapes = {str(place): shape for place, shape in enumerate(layout.shapes)}
+        sent = bytes_of(layout.program, ranks, shapes, [str(place) for place in layout.exact])
+        assert sum(one.sent for one in traffic(layout, ranks, 0).transfers) == sent
+
+
+@pytest.mark.parametrize("text", ["Int8", "Int4", "FP8", "Sign", "TwoShot(Quantize(bits=8))", "TopK", "Int2"])
+@pytest.mark.parametrize("ranks", [2, 5, 33])
+def test_an_outline_tells_what_a_program_yields(text: str, ranks: int) -> None:
+    program = parse_program(text)
+    layout = handed_over(program, SHAPES)[0].layout  # type: ignore[arg-type]
+    bucket = layout.bucket(torch.empty(layout.numbers, device="meta"), ranks, 0)
+    told = [(type(op).__name__, op.nbytes) for op in program.outline(bucket)]  # type: ignore[union-attr]
+    run = traffic(layout, ranks, 0).transfers
+    sent = [(one.kind, one.sent) for one in run]
+    assert [
+        (kind, nbytes * (ranks - 1) // (ranks if kind == "AllToAll" else 1)) for kind, nbytes in told
+    ] == sent
+
+
+def own_program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    total = yield thinwire.AllReduce(bucket.buffer.to(torch.float64))
+    return Outcome(mean=(total / bucket.world_size).to(bucket.buffer.dtype))
+
+
+def test_a_users_own_program_is_planned() -> None:
+    candidate = Candidate.of("mine:own_program", own_program)
+    planner = Planner(assumed(SHAPES, 0.1))
+    cost = planner.cost(candidate, network(ranks=2))
+    numbers = sum(shape.numel() for shape in SHAPES.values())
+    assert cost.bytes == 8 * numbers
+    assert cost.encode > 0
+
+
+def test_the_buckets_of_a_real_model_and_a_measured_step() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    measured = measure(_Loss(model), lambda step: torch.ones(2, 8), lambda own: torch.optim.SGD(own, lr=0.1))
+    assert next(iter(measured.shapes)).startswith("model.2")
+    times = measured.compute
+    assert times.begin < times.arrivals[0] <= times.arrivals[-1] <= times.backward < times.step
+    assert len(times.arrivals) == 4
+
+
+class _Loss(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch).square().mean()
+        return loss
+
+
+def test_exchanges_follow_the_configuration() -> None:
+    streaming = thinwire.DiLoCo(period=8, program=thinwire.Int4(), fragments=2, overlap=1)
+    found = exchanges_of(streaming, SHAPES, 4, 8)
+    assert [one.overlap for one in found] == [1, 1]
+    numbers = [shape.numel() for one in found for layout in one.layouts for shape in layout.shapes]
+    assert sorted(numbers) == sorted(shape.numel() for shape in SHAPES.values())
+    assert outer_bytes(streaming, SHAPES) == 2 * 4 * sum(numbers)
+    levels = thinwire.Hierarchical({2: 2, 8: None})
+    assert [one.ranks for one in exchanges_of(levels, SHAPES, 4, 8)] == [2, 2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["ZeRO", "Schedule({0: Exact(), 5: Int8()})", "LocalSGD(period=8, within=2)"]
+)
+def test_what_cannot_be_planned_is_an_error(text: str) -> None:
+    with pytest.raises(OptionError, match="cannot be planned"):
+        Candidate.of(text, parse_program(text))
+
+
+def rows(
+    rate: float,
+    texts: tuple[str, ...] = ("BF16", "Int8", "Int4", "TopK", "RandomK"),
+    known: Known | None = None,
+) -> list[Row]:
+    speeds = Speeds()
+    planner = Planner(
+        assumed({f"w{number}": torch.Size((512, 512)) for number in range(8)}, 0.1), speeds=speeds
+    )
+    candidates = [Candidate.of(text, parse_program(text)) for text in texts]
+    return planner.rows(candidates, network(rate, 2), known or Known())
+
+
+def test_it_recommends_where_it_pays_and_says_dont_where_it_does_not() -> None:
+    lossy = Gap(0.13, "results file", "mine", 10, 256)
+    slow = rows(1e7, known=Known(own={"TopK()": lossy}))
+    advice = recommend(slow, network(1e7, 2), Limits(), 1000)
+    assert advice.row is not None
+    assert advice.row.candidate.name == "Int4()"
+    assert "1000 steps take" in advice.text
+    assert "Faster, but its loss gap of 13 % exceeds 1 %: TopK()" in advice.text
+    own_program = recommend(rows(1e7, ("Int4", "TopK(0.03)")), network(1e7, 2), Limits())
+    assert "Faster, but its loss gap is unknown: TopK(ratio=0.03)" in own_program.text
+    assert recommend(slow, network(1e7, 2), Limits(exclude=["int4"])).row is slow[2]
+    assert recommend(slow, network(1e7, 2), Limits(memory=1.0, gap=0.0)).row is None
+    fast = recommend(rows(1e12), network(1e12, 2), Limits())
+    assert fast.row is None
+    assert fast.text.startswith("Don't.")
+
+
+def test_the_crossover_is_where_steps_are_equal() -> None:
+    texts = ("Int8", "Exact")
+    planner = Planner(assumed({"w": torch.Size((512, 512))}, 0.1))
+    int8, exact = (Candidate.of(text, parse_program(text)) for text in texts)
+    there = Network(ranks=2, link=Link(up=1e8, down=2e8), message_rate=1e12, reduce_rate=1e12)
+    rate = planner.crossover(int8, there)
+    assert 1e6 < rate < 1e12
+    at = replace(there, link=Link(up=rate, down=2 * rate))
+    plain, own = planner.cost(PLAIN_DDP, at).step, planner.cost(int8, at).step
+    assert own == pytest.approx(plain, rel=1e-3)
+    assert planner.crossover(exact, there) == 0
+
+
+def test_every_shipped_gap_is_of_a_program_that_the_text_makes() -> None:
+    made = {
+        short(
+            parse_program(
+                text.replace("functools.partial(<class 'torch.optim.sgd.SGD'>", "partial(torch.optim.SGD")
+            )
+        )
+        for text in shipped()
+    }
+    assert made == set(shipped())
+    assert all(gap.command and gap.parameters and gap.steps for gaps in shipped().values() for gap in gaps)
+
+
+def test_gaps_by_length_and_the_users_own() -> None:
+    (text,) = [one for one in shipped() if one.endswith("nesterov=True), program=Int4())")]
+    diloco = parse_program(
+        text.replace("functools.partial(<class 'torch.optim.sgd.SGD'>", "partial(torch.optim.SGD")
+    )
+    near = [Known(steps=steps).gap(diloco) for steps in (1000, 50_000, None)]
+    assert [one and round(one.value, 3) for one in near] == [0.024, 0.004, 0.024]
+    own = Gap(0.5, "results file")
+    assert Known(own={"Int8()": own}).gap(thinwire.Int8()) is own
+    assert Known().gap(own_program) is None
+
+
+def test_a_transformer_of_a_size_has_that_size() -> None:
+    for count in (1e6, 1.3e9, 7e10):
+        assert sum(s.numel() for s in transformer_shapes(count).values()) == pytest.approx(count, rel=0.05)
+
+
+def test_many_ranks_take_a_moment() -> None:
+    layout = Layout.of(thinwire.Int8(), ("w",), {"w": torch.Size((1024, 1024))}, ())
+    sent = [sum(one.sent for one in traffic(layout, ranks, 0).transfers) for ranks in (64, 4096)]
+    assert sent[1] < 1.1 * sent[0]
+    assert math.isfinite(sum(Speeds().seconds(layout, 4096, 0)))
