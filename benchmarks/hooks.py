@@ -61,7 +61,7 @@ def rank(workload: str, steps: int, bucket_mb: float) -> None:
     """Run one rank on its host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(find_workload(workload), contestants(), steps, bucket_mb, lambda *_: None, overtime=False)
+    found = measure(find_workload(workload), contestants(), steps, bucket_mb, lambda *_: None, overtime=None)
     if dist.get_rank() == 0:
         print(f"\n{MARK}{json.dumps([asdict(track) for track in found])}", flush=True)
     dist.barrier()

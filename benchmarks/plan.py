@@ -71,7 +71,7 @@ def rank(options: argparse.Namespace) -> None:
     network = probe_group(dist.group.WORLD)  # type: ignore[arg-type] # there is one
     workload = find_workload(options.workloads)
     contestants = line_up(options.programs, with_torch=False)
-    tracks = measure(workload, contestants, options.steps, None, lambda *_: None, overtime=False)
+    tracks = measure(workload, contestants, options.steps, None, lambda *_: None, overtime=None)
     if dist.get_rank() == 0:
         found = {"tracks": [asdict(track) for track in tracks], "network": asdict(network)}
         print(f"\n{MARK}{json.dumps(plain(found))}", flush=True)

@@ -103,7 +103,7 @@ def rank(options: argparse.Namespace) -> None:
         options.rounds,
         options.bucket_mb,
         next_round,
-        overtime=False,
+        overtime=None,
     )
     dist.barrier()
     if dist.get_rank() == 0:

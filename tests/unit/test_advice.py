@@ -95,8 +95,8 @@ def test_of_equally_safe_ones_thinwires_is_named_and_then_the_one_that_sends_mos
 def test_advice_names_the_loss_gap_after_equal_steps() -> None:
     behind = noisy("Int4", "thinwire", 0.4, 1e6, 2.008)
     assert "after 12 equal steps its loss is +0.40 % from DDP's." in advice(cell(PLAIN, behind))
-    plain = dataclasses.replace(PLAIN, seed_losses=[2.0])
-    behind.seed_losses = [2.004]
+    plain = dataclasses.replace(PLAIN, seed_losses=[[(12, 2.0)]])
+    behind.seed_losses = [[(12, 2.004)]]
     assert "+0.30 % from DDP's (± 0.14% over seeds)" in advice(cell(plain, behind))
 
 

@@ -34,7 +34,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     monkeypatch.setattr(
         grid_module,
         "_run",
-        lambda hosts, task, *args: {"losses": [task.seed + 0.1, task.seed + 0.2, 0.0], "memory": [1, 2, 3]},
+        lambda hosts, task, *args: {
+            "losses": [[(8, task.seed + part)] for part in (0.1, 0.2, 0.0)],
+            "memory": [1, 2, 3],
+        },
     )
     return cells
 
@@ -62,7 +65,28 @@ def test_further_seeds_are_trained_once_for_all_links(
 ) -> None:
     cells = run(tmp_path / "b.json", "1gbit,3gbit", seeds=3)
     for cell in cells:
-        assert [track["seed_losses"] for track in cell["tracks"]] == [[1.1, 2.1], [1.2, 2.2], [0.0, 0.0]]
+        found = [[loss for ((_, loss),) in track["seed_losses"]] for track in cell["tracks"]]
+        assert found == [[1.1, 2.1], [1.2, 2.2], [1.0, 2.0]]
+
+
+def test_with_timed_rounds_losses_of_all_seeds_are_trained_over_loopback(
+    tmp_path: Path, measured: list[tuple[int, str]]
+) -> None:
+    cells = run(tmp_path / "b.json", "1gbit,3gbit", seeds=2, steps=20, timed=8)
+    for cell in cells:
+        assert [track["losses"] for track in cell["tracks"]] == [[[8, 0.1]], [[8, 0.2]], [[8, 0.0]]]
+        assert [track["seed_losses"] for track in cell["tracks"]] == [
+            [[[8, 1.1]]],
+            [[[8, 1.2]]],
+            [[[8, 1.0]]],
+        ]
+
+
+def test_timed_rounds_are_checked(tmp_path: Path, measured: list[tuple[int, str]]) -> None:
+    with pytest.raises(OptionError, match=r"timed=30 exceeds steps=20: time no more than is trained"):
+        run(tmp_path / "b.json", "1gbit", steps=20, timed=30)
+    with pytest.raises(OptionError, match=r"timed=10 is too few for DiLoCo\(period=16\): .* use --timed 35"):
+        run(tmp_path / "b.json", "1gbit", steps=60, timed=10, programs=("DiLoCo(period=16)",))
 
 
 def test_a_cell_that_failed_is_kept_and_tried_again(tmp_path: Path, measured: list[tuple[int, str]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from thinwire.bench.advice import advise
 from thinwire.bench.results import Cell, Track
-from thinwire.bench.summary import loss_at, rows, seconds_to
+from thinwire.bench.summary import elapsed, loss_at, rows, steps_to
 
 STEPS = 12
 FIRST_GRADIENT, OPTIMIZER = 0.07, 0.03
@@ -108,14 +108,15 @@ def test_speed_is_compared_with_bf16_too() -> None:
 
 def test_losses_of_several_seeds_have_a_mean_and_a_spread() -> None:
     plain, own = track("DDP", "ddp", 1.2, 10e6, 2.0), track("Int4", "thinwire", 0.5, 1e6, 2.02)
-    plain.seed_losses, own.seed_losses = [2.2, 1.8], [2.2 * 1.03, 1.8 * 1.02]
+    plain.seed_losses = [[(12, 2.2)], [(12, 1.8)]]
+    own.seed_losses = [[(12, 2.2 * 1.03)], [(12, 1.8 * 1.02)]]
     row = rows(cell(plain, own))[1]
     assert row.loss == pytest.approx((2.02 + 2.2 * 1.03 + 1.8 * 1.02) / 3)
     assert row.loss_gap == pytest.approx(0.02), "of each seed against DDP's of the same seed"
     assert row.gap_spread == pytest.approx(0.01)
     single = rows(cell(PLAIN, HALF))[1]
     assert (single.loss_spread, single.gap_spread) == (None, None)
-    plain.seed_losses[0] = float("nan")
+    plain.seed_losses[0] = [(12, float("nan"))]
     assert not math.isfinite(rows(cell(plain, own))[0].loss_spread or 0.0)
 
 
@@ -131,13 +132,39 @@ def test_the_parts_of_a_step_make_up_the_step() -> None:
 
 def test_time_to_a_loss_is_read_between_evaluations() -> None:
     # 27 s of warm-up until step 3 (loss 3.5), then 0.7 s a step
-    assert seconds_to(HALF, 3.5) == pytest.approx(27.0)
-    assert seconds_to(HALF, 3.25) == pytest.approx(27.0 + 1.5 * 0.7)
-    assert seconds_to(HALF, 1.9) is None
-    assert seconds_to(HALF, 5.0) == 0.0
+    assert steps_to(HALF.losses, 3.5) == 3
+    assert steps_to(HALF.losses, 3.25) == pytest.approx(4.5)
+    assert steps_to(HALF.losses, 1.9) is None
+    assert steps_to(HALF.losses, 5.0) == 0.0
+    assert elapsed(HALF, 3) == pytest.approx(27.0)
+    assert elapsed(HALF, 4.5) == pytest.approx(27.0 + 1.5 * 0.7)
     assert loss_at(HALF, 27.0) == pytest.approx(3.5)
     assert loss_at(HALF, 27.0 + 1.5 * 0.7) == pytest.approx(3.25)
     assert loss_at(HALF, 1000.0) == pytest.approx(2.0)
+
+
+def test_losses_may_be_of_more_steps_than_were_timed() -> None:
+    plain, own = track("DDP", "ddp", 1.2, 10e6, 2.0), track("Int4", "thinwire", 0.5, 1e6, 2.0)
+    for one in (plain, own):
+        one.losses = [(0, 4.0), (50, 3.0), (100, 2.0)]
+    own.losses.append((200, 1.9))  # overtime
+    rest = 27.0 + 9 * 0.5  # as timed
+    assert elapsed(own, 100) == pytest.approx(rest + 88 * 0.5)
+    row = rows(cell(plain, own))[1]
+    assert row.loss == pytest.approx(2.0), "after equal steps"
+    assert row.steps_to_loss == pytest.approx(99.5), "within half a per cent"
+    assert row.seconds_to_loss == pytest.approx(rest + 87.5 * 0.5)
+
+
+def test_steps_to_the_loss_are_the_median_over_seeds() -> None:
+    plain, own = track("DDP", "ddp", 1.2, 10e6, 2.0), track("Int4", "thinwire", 0.5, 1e6, 2.0)
+    never, late = [(0, 4.0), (12, 3.0)], [(0, 4.0), (12, 3.0), (24, 2.0)]
+    plain.seed_losses = [[(0, 4.0), (12, 2.0)]] * 2
+    own.seed_losses = [late, never]
+    assert rows(cell(plain, own))[1].steps_to_loss == pytest.approx(12 + 12 * 0.99)
+    own.seed_losses = [never, never]
+    row = rows(cell(plain, own))[1]
+    assert (row.steps_to_loss, row.seconds_to_loss) == (None, None)
 
 
 def test_losses_are_compared_when_the_fastest_is_done() -> None:

@@ -58,6 +58,8 @@ class Grid:
         bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
         with_torch: Whether to run torch's own hooks and optimizers too.
         seeds: The number of seeds for losses. Times are measured with one.
+        timed: Rounds to time on each link. Losses are then trained over loopback, once for all links. None to
+            time all steps, and to take the first seed's losses on the link.
 
     Raises:
         OptionError: A value is out of range or does not parse.
@@ -71,12 +73,16 @@ class Grid:
     bucket_mb: float | None = None
     with_torch: bool = True
     seeds: int = 1
+    timed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 8:
-            raise OptionError(
-                f"steps={self.steps} must be at least 8: medians need some rounds after warm-up"
-            )
+        for name, count in (("steps", self.steps), ("timed", self.rounds)):
+            if count < 8:
+                raise OptionError(
+                    f"{name}={count} must be at least 8: medians need some rounds after warm-up"
+                )
+        if self.rounds > self.steps:
+            raise OptionError(f"timed={self.timed} exceeds steps={self.steps}: time no more than is trained")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         if self.seeds < 1:
@@ -88,12 +94,18 @@ class Grid:
             if link != LOOPBACK:
                 parse_rate(link)
         for contestant in line_up(list(self.programs)):
-            if (needed := WARM_UP + rounds_needed(contestant.program)) > self.steps:
+            if (needed := WARM_UP + rounds_needed(contestant.program)) > self.rounds:
+                name = "steps" if self.timed is None else "timed"
                 raise OptionError(
-                    f"steps={self.steps} is too few for {contestant.name}: it needs {needed} rounds to show"
-                    f" what a step costs; use --steps {needed} or more"
+                    f"{name}={self.rounds} is too few for {contestant.name}: it needs {needed} rounds to show"
+                    f" what a step costs; use --{name} {needed} or more"
                 )
         check_workload(self.workload)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that are timed on each link."""
+        return self.steps if self.timed is None else self.timed
 
     @property
     def cells(self) -> list[tuple[int, str]]:
@@ -106,9 +118,8 @@ class Grid:
         Args:
             **changes: Fields of `Task` that differ from its defaults.
         """
-        return Task(
-            self.workload, self.programs, self.steps, self.bucket_mb, with_torch=self.with_torch, **changes
-        )
+        usual = {"steps": self.steps, "with_torch": self.with_torch}
+        return Task(self.workload, self.programs, bucket_mb=self.bucket_mb, **{**usual, **changes})
 
 
 def run_grid(
@@ -145,7 +156,7 @@ def run_grid(
     for hosts, link in grid.cells:
         label = f"{hosts} hosts, {link}"
         if (grid.workload, hosts, link) in done:
-            on_progress(label, grid.steps)
+            on_progress(label, grid.rounds)
             continue
         results.cells = [cell for cell in results.cells if cell.key != (grid.workload, hosts, link)]
         cell = Cell(grid.workload, hosts, link, network=label)
@@ -154,7 +165,7 @@ def run_grid(
                 apart[hosts] = _measure_apart(grid, hosts, on_progress, on_line)
             on_progress(label, 0)
             cell = _measure(grid, hosts, link, partial(_on_round, on_progress, label), on_line)
-            apart[hosts].add_to(cell.tracks)
+            apart[hosts].add_to(cell.tracks, first_seed=grid.timed is not None)
         except LabError as error:
             cell.error = str(error)
         results.cells.append(cell)
@@ -168,28 +179,38 @@ class Apart:
 
     Attributes:
         memory: The peak memory of each contestant.
-        losses: The losses of each contestant, one list for each seed but the first.
+        losses: The losses of each contestant, by seed.
     """
 
     memory: list[int]
-    losses: list[list[float]]
+    losses: list[list[list[tuple[int, float]]]]
 
-    def add_to(self, tracks: list[Track]) -> None:
-        """Add it to the measurements of contestants in the same order."""
+    def add_to(self, tracks: list[Track], *, first_seed: bool = False) -> None:
+        """Add it to the measurements of contestants in the same order.
+
+        Args:
+            tracks: The measurements.
+            first_seed: Whether the first losses are of the seed that was timed on the link.
+        """
         for number, track in enumerate(tracks):
             if not track.unavailable:
                 track.peak_memory = self.memory[number]
-                track.seed_losses = [losses[number] for losses in self.losses]
+                by_seed = [losses[number] for losses in self.losses]
+                if first_seed:
+                    track.losses, *by_seed = by_seed
+                track.seed_losses = by_seed
 
 
 def _measure_apart(grid: Grid, hosts: int, on_progress: OnProgress, on_line: Callable[[str], None]) -> Apart:
-    """Measure memory and the losses of further seeds over loopback."""
+    """Measure memory over loopback, and the losses of all seeds that no link measures."""
     on_progress(f"{hosts} hosts, peak memory", 0)
     memory = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
     losses = []
-    for seed in range(1, grid.seeds):
-        on_progress(f"{hosts} hosts, seed {seed}", 0)
-        losses.append(_run(Loopback(hosts), grid.task(seed=seed), on_line)["losses"])
+    for seed in range(1 if grid.timed is None else 0, grid.seeds):
+        label = f"{hosts} hosts, losses of seed {seed}"
+        on_progress(label, 0)
+        task = grid.task(losses=True, seed=seed)
+        losses.append(_run(Loopback(hosts), task, on_line, partial(_on_round, on_progress, label))["losses"])
     return Apart(memory, losses)
 
 
@@ -202,7 +223,8 @@ def _on_round(on_progress: OnProgress, label: str, kind: str, done: int) -> None
 
 def _measure(grid: Grid, hosts: int, link: str, on_round: OnRound, on_line: Callable[[str], None]) -> Cell:
     with _network(hosts, link) as (where, words):
-        reported = _run(where, grid.task(probe=link == LOOPBACK), on_line, on_round)
+        task = grid.task(steps=grid.rounds, probe=link == LOOPBACK, overtime=grid.timed is None)
+        reported = _run(where, task, on_line, on_round)
     rate = reported["rate"] if link == LOOPBACK else parse_rate(link)
     tracks = [Track(**track) for track in reported["tracks"]]
     return Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)

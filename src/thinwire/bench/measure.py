@@ -4,6 +4,8 @@ In each round every contestant takes one step, in random order. A step is timed 
 the optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is
 the sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after
 all rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
+
+Losses do not depend on the network. They can be trained over a fast one, with overtime counted in steps.
 """
 
 import copy
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,8 @@ from thinwire.bench.summary import close_to
 from thinwire.bench.workloads import Workload
 
 _EVALUATIONS = 16
-_MOST_OVERTIME = 4
+MOST_OVERTIME = 4
+"""The most steps of overtime, in multiples of the steps before it."""
 
 OnRound = Callable[[str, int], None]
 """A callback that receives "round" or "overtime", and the number of finished steps."""
@@ -71,7 +74,7 @@ def measure(
     bucket_mb: float | None,
     on_round: OnRound,
     *,
-    overtime: bool = True,
+    overtime: Literal["time", "steps"] | None = "time",
 ) -> list[Track]:
     """Train all contestants side by side. Every rank must call it.
 
@@ -81,7 +84,8 @@ def measure(
         steps: The number of rounds.
         bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
         on_round: Called after every round.
-        overtime: Whether contestants keep training until they reach plain DDP's loss.
+        overtime: The limit within which contestants keep training until they reach plain DDP's loss:
+            `"time"` is plain DDP's wall time, `"steps"` five times its steps. None for no overtime.
 
     Returns:
         One track for each contestant, joined from those of all ranks.
@@ -99,19 +103,21 @@ def measure(
         on_round("round", step + 1)
     _evaluate(running, workload, steps)
     if overtime:
-        _train_overtime(running, workload, steps, on_round)
+        _train_overtime(running, workload, steps, on_round, by_time=overtime == "time")
     return [_join(entry.track) for entry in entries]
 
 
-def _train_overtime(entries: list[Entry], workload: Workload, steps: int, on_round: OnRound) -> None:
+def _train_overtime(
+    entries: list[Entry], workload: Workload, steps: int, on_round: OnRound, *, by_time: bool
+) -> None:
     """Train contestants until they reach plain DDP's loss, for at most four times the steps."""
     plain = next(entry.track for entry in entries if entry.track.kind == "ddp")
     target = close_to(plain.losses[-1][1])
-    (budget,) = _agreed([sum(plain.step_seconds)])
+    budget = _agreed([sum(plain.step_seconds)])[0] if by_time else math.inf
     late = [entry for entry in entries if entry.track.kind in ("thinwire", "torch")]
     used = _agreed([sum(entry.track.step_seconds) for entry in late])
     every = max(1, steps // _EVALUATIONS)
-    for done in range(steps, (1 + _MOST_OVERTIME) * steps, every):
+    for done in range(steps, (1 + MOST_OVERTIME) * steps, every):
         late = [
             entry
             for entry, seconds in zip(late, used, strict=True)

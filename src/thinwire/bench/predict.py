@@ -163,7 +163,7 @@ def measured_gaps(results: Results) -> dict[str, Gap]:
             if row.kind != "thinwire" or row.loss_gap is None or not math.isfinite(row.loss_gap):
                 continue
             name = short(parse_program(row.text))
-            steps = next(len(track.step_seconds) for track in cell.tracks if track.kind == "ddp")
+            steps = next(track.losses[-1][0] for track in cell.tracks if track.kind == "ddp")
             gap = Gap(row.loss_gap, "results file", cell.workload, cell.parameters, steps, results.command)
             if name not in found or found[name].value < gap.value:
                 found[name] = gap

@@ -38,12 +38,17 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
         The results on rank 0, None on other ranks.
 
     Raises:
-        OptionError: The job has one rank only.
+        OptionError: The job has one rank only, or `grid.timed` is set.
         StateError: `path` exists and `fresh` is false.
     """
     hosts = int(os.environ["WORLD_SIZE"])
     if hosts < 2:
         raise OptionError(f"WORLD_SIZE={hosts} must be at least 2: one rank sends nothing")
+    if grid.timed is not None:
+        raise OptionError(
+            f"timed={grid.timed} is for emulated links: it trains for losses over loopback, which hosts of a"
+            " real network do not share; leave it out"
+        )
     if path.exists() and not fresh and os.environ["RANK"] == "0":
         raise StateError(f"{path} exists: choose another --out, or --fresh to replace it")
     reported: dict[str, Any] = {}
@@ -59,7 +64,7 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
         with served_store():
             work(grid.task(memory=True), listen)
             for seed in range(1, grid.seeds):
-                work(grid.task(seed=seed), listen, number=_FIRST_SEED + seed)
+                work(grid.task(losses=True, seed=seed), listen, number=_FIRST_SEED + seed)
                 losses.append(reported["losses"])
         work(grid.task(probe=True), listen)
     if os.environ["RANK"] != "0":

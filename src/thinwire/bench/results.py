@@ -17,8 +17,9 @@ FORMAT = 1
 class Track:
     """The measurements of one contestant in one cell.
 
-    Lists have one value for each step. Times of steps, first gradients and optimizers are those of the
-    slowest rank, the others are means over ranks.
+    Lists of times and bytes have one value for each step that was measured on the link. Losses may be of more
+    steps. Times of steps, first gradients and optimizers are those of the slowest rank, the others are means
+    over ranks.
 
     Attributes:
         name: The contestant's name in tables.
@@ -36,7 +37,7 @@ class Track:
             communication only.
         optimizer_seconds: Time of the optimizer's step. Measured without communication only.
         losses: Pairs (finished steps, held-out loss). Models that ranks train apart are averaged first.
-        seed_losses: Losses after equal steps with other seeds.
+        seed_losses: The same as `losses`, for each other seed.
         peak_memory: Peak bytes of a process that trains only this contestant.
         bucket_mb: The size of DDP's buckets. None for DDP's default, or without DDP.
         cycle: The number of steps after which costs repeat. None if they do not repeat.
@@ -57,7 +58,7 @@ class Track:
     first_gradient_seconds: list[float] = field(default_factory=list)
     optimizer_seconds: list[float] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
-    seed_losses: list[float] = field(default_factory=list)
+    seed_losses: list[list[tuple[int, float]]] = field(default_factory=list)
     peak_memory: int | None = None
     bucket_mb: float | None = None
     cycle: int | None = 1
@@ -99,8 +100,8 @@ class Cell:
         known = {one.name for one in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
         for track in tracks:
-            track.losses = [(step, _number(loss)) for step, loss in track.losses]
-            track.seed_losses = [_number(loss) for loss in track.seed_losses]
+            track.losses = _points(track.losses)
+            track.seed_losses = [_points(points) for points in track.seed_losses]
         return Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": tracks})
 
 
@@ -163,9 +164,9 @@ class Results:
             raise StateError(f"{path} is not a results file of thinwire bench ({error!r})") from error
 
 
-def _number(value: float | None) -> float:
-    """Return a number of the file, where None stands for a non-finite one."""
-    return math.nan if value is None else value
+def _points(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return pairs of steps and losses of the file, where None stands for a non-finite loss."""
+    return [(step, math.nan if loss is None else loss) for step, loss in pairs]
 
 
 def plain(data: Any) -> Any:

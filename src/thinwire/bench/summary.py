@@ -17,6 +17,8 @@ _BY_STEP = ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "ex
 
 Quartiles = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
+Points = list[tuple[int, float]]
+"""Finished steps and the held-out loss after each."""
 
 
 def close_to(loss: float) -> float:
@@ -34,8 +36,9 @@ class Losses:
         loss_gap: Its relative distance to plain DDP's loss, the mean over seeds.
         gap_spread: The standard deviation of that distance over seeds. None with one seed.
         loss_at_time: Held-out loss when the fastest contestant had finished its steps.
-        steps_to_loss: Steps to plain DDP's final loss, within half a per cent. None if never reached.
-        seconds_to_loss: Time to plain DDP's final loss, within half a per cent. None if never reached.
+        steps_to_loss: Steps to plain DDP's final loss, within half a per cent, the median over seeds. None if
+            more than half of them never reached it.
+        seconds_to_loss: Time to plain DDP's final loss, in the same way.
     """
 
     loss: float | None = None
@@ -147,8 +150,7 @@ def rows(cell: Cell) -> list[Row]:
         return []
     limits = _Limits.of(cell, alone)
     racing = [track for track in cell.tracks if track.kind != "alone"]
-    rounds = len(plain.step_seconds)
-    deadline = min(sum(track.step_seconds[:rounds]) for track in racing if not track.unavailable)
+    deadline = min(elapsed(track, _steps(plain)) for track in racing if not track.unavailable)
     return [_row(track, cell, plain, limits, deadline) for track in racing]
 
 
@@ -162,7 +164,7 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
     beyond, exposed = max(0.0, step[1] - limits.compute), typical["exposed_seconds"]
     waiting = beyond if exposed is None else min(beyond, exposed)
     others = {one.name: one for one in cell.tracks if not one.unavailable}
-    losses, gaps, target = _final_losses(track, plain), _gaps(track, plain), close_to(plain.losses[-1][1])
+    losses, gaps, reached = _final_losses(track, plain), _gaps(track, plain), _steps_to_plain(track, plain)
     return Row(
         track.name,
         track.kind,
@@ -188,8 +190,8 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
         loss_gap=statistics.fmean(gaps),
         gap_spread=_deviation(gaps),
         loss_at_time=loss_at(track, deadline),
-        steps_to_loss=steps_to(track, target),
-        seconds_to_loss=seconds_to(track, target),
+        steps_to_loss=reached,
+        seconds_to_loss=None if reached is None else elapsed(track, reached),
         peak_memory=track.peak_memory,
     )
 
@@ -197,7 +199,20 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
 def curve(track: Track) -> list[tuple[float, float, float]]:
     """Return (wall seconds, bytes sent, loss) at each evaluation, in the contestant's own time."""
     sent = track.meter_bytes or track.device_bytes or [math.nan] * len(track.step_seconds)
-    return [(sum(track.step_seconds[:step]), sum(sent[:step]), loss) for step, loss in track.losses]
+    return [(elapsed(track, step), _total(sent, step, track.cycle), loss) for step, loss in track.losses]
+
+
+def elapsed(track: Track, steps: float) -> float:
+    """Return a contestant's own time after some steps. Steps that were not timed take its typical time."""
+    return _total(track.step_seconds, steps, track.cycle)
+
+
+def _total(values: list[float], steps: float, cycle: int | None) -> float:
+    """Return the sum of the first values. A fraction of a step counts in part."""
+    whole = min(int(steps), len(values))
+    rest = steps - whole
+    each = values[whole] if whole < len(values) else statistics.median(_blocks(values, cycle))
+    return sum(values[:whole]) + (rest * each if rest else 0.0)
 
 
 def loss_at(track: Track, seconds: float) -> float:
@@ -209,23 +224,33 @@ def loss_at(track: Track, seconds: float) -> float:
     return points[-1][1]
 
 
-def seconds_to(track: Track, loss: float) -> float | None:
-    """Return the time at which `loss` was first reached, interpolated linearly, or None if it never was."""
-    return _reached([(time, loss) for time, _, loss in curve(track)], loss)
-
-
-def steps_to(track: Track, loss: float) -> float | None:
-    """Return the number of steps after which `loss` was first reached, or None if it never was."""
-    return _reached([(float(step), loss) for step, loss in track.losses], loss)
-
-
-def _reached(points: list[tuple[float, float]], loss: float) -> float | None:
+def steps_to(points: Points, loss: float) -> float | None:
+    """Return the steps after which `loss` was first reached, interpolated, or None if it never was."""
     if points[0][1] <= loss:
         return 0.0
     for (before, high), (after, low) in pairwise(points):
         if low <= loss < high:
             return before + (after - before) * (high - loss) / (high - low)
     return None
+
+
+def _steps_to_plain(track: Track, plain: Track) -> float | None:
+    """Return the steps to plain DDP's loss, the median over seeds, or None if most never reached it."""
+    found = [
+        math.inf if (steps := steps_to(own, close_to(base[-1][1]))) is None else steps
+        for own, base in zip(_by_seed(track), _by_seed(plain), strict=False)
+    ]
+    middle = statistics.median(found)
+    return middle if math.isfinite(middle) else None
+
+
+def _by_seed(track: Track) -> list[Points]:
+    return [track.losses, *track.seed_losses]
+
+
+def _steps(plain: Track) -> int:
+    """Return the steps after which losses are compared, the last of plain DDP's."""
+    return plain.losses[-1][0]
 
 
 def _typical(track: Track, name: str, rounds: int) -> float | None:
@@ -270,7 +295,7 @@ def _speed_up(other: Track | None, own: Track) -> float | None:
 
 def _final_losses(track: Track, plain: Track) -> list[float]:
     """Return the losses after equal steps, one for each seed."""
-    return [dict(track.losses)[len(plain.step_seconds)], *track.seed_losses]
+    return [dict(points)[_steps(plain)] for points in _by_seed(track)]
 
 
 def _gaps(track: Track, plain: Track) -> list[float]:

@@ -18,9 +18,9 @@ LEGEND = (
     " models max(compute, bytes / bandwidth). vs floor: step over floor. loss: held-out loss after equal"
     " steps (± over seeds), of averaged models that of the average; vs DDP: against plain DDP's. loss at"
     " time: held-out loss when the fastest contestant has finished these steps. to DDP's loss: own time until"
-    " within 0.5 % of plain DDP's final loss, with overtime up to the time that plain DDP took. meter,"
-    " device: bytes per rank and step, counted by thinwire and by the network device. encode: time spent in"
-    " the program. wire: time with a collective in flight. exposed: time that backward waits for the network."
+    " within 0.5 % of plain DDP's final loss, the median over seeds, with overtime. meter, device: bytes per"
+    " rank and step, counted by thinwire and by the network device. encode: time spent in the program."
+    " wire: time with a collective in flight. exposed: time that backward waits for the network."
     " memory: peak of a rank that trains only this contestant."
 )
 

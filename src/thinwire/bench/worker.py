@@ -5,7 +5,6 @@ It reports by lines on stdout that begin with `MARK`. Rank 0 reports measurement
 
 import ctypes
 import json
-import math
 import os
 import signal
 import sys
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from thinwire.bench.contestants import Contestant, line_up
 from thinwire.bench.devices import device, probe_rate
-from thinwire.bench.measure import measure
+from thinwire.bench.measure import MOST_OVERTIME, measure
 from thinwire.bench.memory import peak_memory, reason
 from thinwire.bench.workloads import Workload, find_workload
 
@@ -45,7 +44,9 @@ class Task:
         with_torch: Whether to run torch's own hooks too.
         memory: Measure peak memory instead of steps.
         probe: Also measure the network's rate.
-        seed: Train with this seed for the losses alone, if it is not 0.
+        losses: Train for the losses alone.
+        seed: The seed of the model and its batches.
+        overtime: Whether contestants keep training until they reach plain DDP's loss.
         seconds: The time limit of a collective.
     """
 
@@ -56,7 +57,9 @@ class Task:
     with_torch: bool = True
     memory: bool = False
     probe: bool = False
+    losses: bool = False
     seed: int = 0
+    overtime: bool = True
     seconds: float = 600.0
 
     def prepare(self, number: int) -> tuple[Workload, list[Contestant], float | None]:
@@ -81,16 +84,18 @@ def work(task: Task, report: Report, *, number: int = 0) -> None:
         report("memory", peak_memory(lambda contestant: task.prepare(contestant + 1)))
         return
     workload, contestants, bucket_mb = task.prepare(number)
-    if task.seed:
-        seeded = workload.with_seed(task.seed, task.steps)
-        tracks = measure(seeded, contestants, task.steps, bucket_mb, lambda *_: None, overtime=False)
-        report("losses", [track.losses[-1][1] if track.losses else math.nan for track in tracks])
+    paced = _pacer(report, task.steps)
+    if task.losses:
+        workload = workload.with_seed(task.seed, task.steps * (1 + MOST_OVERTIME))
+        tracks = measure(workload, contestants, task.steps, bucket_mb, paced, overtime="steps")
+        report("losses", [track.losses for track in tracks])
         _leave()
         return
     report("parameters", sum(parameter.numel() for parameter in workload.model().parameters()))
     if task.probe:
         report("rate", probe_rate())
-    tracks = measure(workload, contestants, task.steps, bucket_mb, _pacer(report, task.steps))
+    overtime: Literal["time"] | None = "time" if task.overtime else None
+    tracks = measure(workload, contestants, task.steps, bucket_mb, paced, overtime=overtime)
     report("tracks", [asdict(track) for track in tracks])
     _leave()
 

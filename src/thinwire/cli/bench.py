@@ -50,6 +50,12 @@ from thinwire.lab.namespaces import way_in
     "--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: what suits each contestant]"
 )
 @click.option("--seeds", default=1, show_default=True, help="Trainings for losses, each with its own seed.")
+@click.option(
+    "--timed",
+    type=int,
+    help="Rounds to time on each link. Losses are then trained over loopback, once for all links, which makes"
+    " slow links quick to measure.  [default: all steps]",
+)
 @click.option("--no-torch", is_flag=True, help="Do not run torch's own hooks and optimizers.")
 @click.option(
     "--out",
@@ -75,6 +81,7 @@ def bench(
     steps: int,
     bucket_mb: float | None,
     seeds: int,
+    timed: int | None,
     no_torch: bool,
     path: Path,
     fresh: bool,
@@ -89,7 +96,7 @@ def bench(
     Try:
 
     \b
-      thinwire bench --links 10mbit,100mbit,1gbit --hosts 2,4
+      thinwire bench --links 10mbit,100mbit,1gbit --hosts 2,4 --timed 36
       thinwire bench --model mypackage.train:build --programs exact,bf16
       torchrun --nnodes 2 ... -m thinwire bench
     """  # noqa: D301 - click needs the control character \b, not a raw string
@@ -103,6 +110,7 @@ def bench(
         bucket_mb=bucket_mb,
         with_torch=not no_torch,
         seeds=seeds,
+        timed=timed,
     )
     if under_torchrun():
         with progress(steps) as tracker:
@@ -112,7 +120,7 @@ def bench(
         if results is None:
             return
     else:
-        with progress(steps * len(grid.cells)) as tracker:
+        with progress(grid.rounds * len(grid.cells)) as tracker:
             results = run_grid(grid, path, _command(), fresh=fresh, on_progress=tracker, on_line=_show_line)
     _show(results, as_json=as_json)
     err.print(f"results: {path}", style="dim")
