@@ -13,8 +13,9 @@ and a step takes
 
     max(backward's end, host free, all done) + optimizer + stragglers
 
-Encoding on backward's own thread delays backward, and with it the chunks that have not arrived. Stragglers
-are the expected lead of the slowest of W ranks over the mean, spread * sqrt(2 ln W), for a normal
+Encoding on backward's own thread delays backward, and with it the chunks that have not arrived. Where ranks
+have fewer than two cores each, so do encoding on other threads and the processor time of collectives.
+Stragglers are the expected lead of the slowest of W ranks over the mean, spread * sqrt(2 ln W), for a normal
 distribution. Every rank waits for the slowest one at each exchange. `occupied` and `latency` are those of
 `thinwire.plan.network`, which knows up- and downlink, duplex, and links inside of nodes.
 
@@ -28,6 +29,9 @@ from dataclasses import dataclass
 
 from thinwire.engine.order import order
 from thinwire.plan.network import Network, Transfer
+
+_ENOUGH_CORES = 2.0
+"""Cores of a rank from which the network's threads do not take time from backward's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +206,15 @@ def _run(chunks: Sequence[Chunk], compute: Compute, network: Network) -> tuple[f
         chunk = chunks[number]
         begin = max(host, done[number] if stage else chunk.arrival + delay)
         work = chunk.encode[stage]
-        if begin < ended + delay and (stage == 0 or compute.cores < 2):
+        crowded = compute.cores < _ENOUGH_CORES
+        if begin < ended + delay and (stage == 0 or crowded):
             delay += work
         host = begin + work
         results = max(results, host)
         if stage < len(chunk.transfers):
             transfer = chunk.transfers[stage]
+            if crowded and host < ended + delay:
+                delay += network.processor(transfer)
             waits = network.latency(transfer)
             idle += max(0.0, min(waits, host + waits - link)) if host > link else 0.0
             link = max(link, host) + network.occupied(transfer)

@@ -20,7 +20,7 @@ from thinwire.programs.program import Outcome
 
 _NUMBERS = 1 << 22
 """The most numbers of a layout that is measured."""
-_ROUNDS = 5
+_ROUNDS = 9
 _MOST_RANKS, _FEW_RANKS = 8, 2
 _SIGNIFICANT = 1.2
 """The least ratio of two times that are more than chance apart."""
@@ -43,7 +43,7 @@ class Speed:
     """Measured times of a layout, by stage. Stages are one more than collectives.
 
     Attributes:
-        seconds: Those of the fastest round.
+        seconds: The fastest of some rounds.
         spread: The relative distance of the quartiles of their sum.
         numbers: The count of numbers that was measured.
         per_rank: Further seconds for each rank beyond the number that was measured.
@@ -141,9 +141,9 @@ def _cut(layout: Layout) -> Layout:
 
 
 def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], float]:
-    """Return the times of the fastest round by stage, and the relative distance of the rounds' quartiles.
+    """Return the fastest time of each stage, and the relative distance of the rounds' quartiles.
 
-    The fastest round is the one that other processes have disturbed least.
+    The fastest time is the one that other processes have disturbed least.
     """
     memory, rounds = Memory(), []
     numbers = torch.empty(layout.numbers, dtype=torch.float32, device="cpu").normal_(
@@ -161,7 +161,7 @@ def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], fl
     totals = sorted(map(sum, rounds))
     low, middle, high = statistics.quantiles(totals, n=4)
     spread = (high - low) / middle if middle else 0.0
-    return tuple(min(rounds, key=sum)), spread
+    return tuple(map(min, zip(*rounds, strict=True))), spread
 
 
 def _clocked(steps: Steps[Outcome], seconds: list[float]) -> Steps[Outcome]:

@@ -5,8 +5,9 @@ A collective among W ranks, of which each sends and receives B bytes, takes
     latency   = rounds * (one-way latency + time of a message on the host)
     occupied  = max(B / up, B / down, B / host rate)      full duplex; half duplex adds up and down
                 + other messages * time of a message on the host
+    processor = messages * time of a message on the host + B / host rate
 
-where the host rate of a sum counts each number as 4 bytes: processors add half-precision numbers no faster.
+where sums of half-precision numbers have a host rate of their own: processors add them slowly.
 Rounds depend on each other, messages of one round do not. An all-reduce is a ring of 2 (W-1) rounds.
 All-gather, all-to-all and reduce-scatter are W-1 messages in one round. Reduce and broadcast are trees of
 log2 W rounds. The link is occupied by one collective after another, and the latency of one is hidden behind
@@ -19,8 +20,8 @@ from typing import NamedTuple
 
 FRAMING = 1448 / 1514
 """The share of a link's rate that is left for data in TCP segments of an Ethernet of 1500 bytes."""
-HOST_RATE = 1.5e9
-"""Bytes per second that Gloo moves on a host where this was not measured."""
+HOST_RATE, NARROW_RATE = 1.5e9, 0.75e9
+"""Bytes per second that Gloo moves on a host, and of half-precision sums, where this was not measured."""
 MESSAGE_SECONDS = 50e-6
 """Time that a message takes on the hosts where this was not measured."""
 WAKE_UP_SECONDS = 1e-3
@@ -39,7 +40,7 @@ class Transfer(NamedTuple):
     local: bool = False
     """Whether all of them are on one node."""
     width: int = 4
-    """Bytes of a number, as hosts add numbers of half the width no faster."""
+    """Bytes of a number. Hosts add narrow numbers at another rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Network:
         link: The link of each host, or the slowest one.
         inside: The link between ranks of one node. None if it is unlimited.
         reduce_rate: Bytes of float32 per second that the host itself can process in an all-reduce.
+        narrow_rate: The same of half-precision numbers.
         message_rate: Bytes per second of messages that the host itself can process.
         message_seconds: Time that a message takes on the sending and the receiving host.
         spread: Relative deviation of transfer times, from measurement. 0 for a link that was given.
@@ -86,12 +88,15 @@ class Network:
     link: Link
     inside: Link | None = None
     reduce_rate: float = HOST_RATE
+    narrow_rate: float = NARROW_RATE
     message_rate: float = HOST_RATE
     message_seconds: float = MESSAGE_SECONDS
     spread: float = 0.0
 
     def latency(self, transfer: Transfer) -> float:
         """Return the time of a collective during which the link is not occupied."""
+        if transfer.ranks == 1:
+            return 0.0
         link = self._link(transfer)
         return rounds(transfer.kind, transfer.ranks) * (link.latency + self.message_seconds)
 
@@ -99,21 +104,20 @@ class Network:
         """Return the time for which a collective occupies the link."""
         if transfer.ranks == 1:
             return 0.0
-        if transfer.kind in _SUMS:
-            host = self._numbers_bound(transfer) * transfer.sent / self.reduce_rate
-        else:
-            host = transfer.sent / self.message_rate
         others = _messages(transfer.kind, transfer.ranks) - rounds(transfer.kind, transfer.ranks)
-        bound = max(self._link(transfer).seconds(transfer.sent), host)
+        bound = max(self._link(transfer).seconds(transfer.sent), self._on_host(transfer))
         return bound + others * self.message_seconds
 
-    def _numbers_bound(self, transfer: Transfer) -> float:
-        """Return the factor by which narrow numbers cost the host more per byte than float32.
+    def processor(self, transfer: Transfer) -> float:
+        """Return the processor time that a collective takes on a rank's host."""
+        if transfer.ranks == 1:
+            return 0.0
+        return _messages(transfer.kind, transfer.ranks) * self.message_seconds + self._on_host(transfer)
 
-        A rate close to the link's was measured on the link, and says nothing about the host.
-        """
-        on_link = 8 * self.reduce_rate > _CLOSE * min(self.link.up, self.link.down)
-        return 1.0 if on_link else max(1.0, 4 / transfer.width)
+    def _on_host(self, transfer: Transfer) -> float:
+        if transfer.kind not in _SUMS:
+            return transfer.sent / self.message_rate
+        return transfer.sent / (self.reduce_rate if transfer.width >= _WIDE else self.narrow_rate)
 
     def _link(self, transfer: Transfer) -> Link:
         return (self.inside or Link()) if transfer.local else self.link
@@ -122,8 +126,7 @@ class Network:
         """Return the network with the time of a message on hosts that compute at the same time.
 
         Where all cores are busy, the thread that a message wakes waits for one. The probe, on idle hosts,
-        does not see it. Fitted to steps of two and four ranks on two cores (docs/benchmarks.md, steps over
-        the floor), where it takes half a millisecond with a core for each rank, and 1.5 with half a core.
+        does not see it. Fitted to steps of two and four ranks on two cores (docs/benchmarks.md, the planner).
 
         Args:
             cores: Processor cores for each rank. From two on, a thread finds one that is idle.
@@ -133,7 +136,7 @@ class Network:
 
 
 _SUMS = ("AllReduce", "Reduce")
-_CLOSE = 0.8
+_WIDE = 4
 _TREES = ("Reduce", "Broadcast")
 
 

@@ -2,13 +2,16 @@
 
 Every rank must call it. Times are those of the slowest rank, and equal on all ranks, so that all ranks probe
 with the same sizes. Two sizes of a message tell latency and rate: the small one has no bytes to speak of,
-the large one takes long enough that latency does not count.
+the large one takes long enough that latency does not count. The fastest of some rounds counts, because
+other traffic and other processes only ever slow an exchange down. A direction of the link is at least as
+fast as any exchange that used it.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,15 +19,18 @@ import torch.distributed as dist
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllReduce, AllToAll, Collective, Exchange
-from thinwire.plan.network import MESSAGE_SECONDS, Link, Network
+from thinwire.plan.network import HOST_RATE, MESSAGE_SECONDS, NARROW_RATE, Link, Network
 
 _ROUNDS = 3
 _SMALL_ROUNDS = 9
 _SMALLEST, _LARGEST = 1 << 16, 1 << 24
-_LONG_ENOUGH = 0.12
+_LONG_ENOUGH = 0.15
 """Seconds of an exchange in which latency does not count."""
 _ONE_WAY = 1.6
 """The ratio of both directions' time to that of one, from which a link is half duplex."""
+
+_NEAR_LINK = 0.7
+"""The share of the link's rate from which an exchange was bound by the link."""
 
 Make = Callable[[int], Collective]
 """A function from a number of bytes to a collective in which a rank sends so many."""
@@ -48,16 +54,22 @@ class Probe:
         """Measure latency, both directions and the rates of exchanges. Collective."""
         small = statistics.median(self._seconds(self._all_to_all(0)) for _ in range(_SMALL_ROUNDS))
         both = self._rate(self._all_to_all, small)
-        up = self._rate(lambda count: self._one_way(count, outward=True), small)
-        down = self._rate(lambda count: self._one_way(count, outward=False), small)
-        reduced = self._rate(self._all_reduce, 2 * (self._size - 1) * small)
+        rounds = 2 * (self._size - 1)
+        reduced = self._rate(partial(self._all_reduce, torch.float32), rounds * small)
+        narrow = self._rate(partial(self._all_reduce, torch.bfloat16), rounds * small)
+        used = max(both, reduced, narrow)
+        up = max(used, self._rate(partial(self._one_way, outward=True), small))
+        down = max(used, self._rate(partial(self._one_way, outward=False), small))
         duplex = 1 / both < _ONE_WAY * max(1 / up, 1 / down)
         latency = max(0.0, small - MESSAGE_SECONDS)
+        # A rate near the link's was bound by the link, and tells nothing of the host.
+        bound_by_link = _NEAR_LINK * min(up, down)
         return Network(
             ranks=self._size,
             link=Link(up=8 * up, down=8 * down, latency=latency, duplex=duplex),
-            reduce_rate=reduced,
-            message_rate=both,
+            reduce_rate=reduced if reduced < bound_by_link else HOST_RATE,
+            narrow_rate=narrow if narrow < bound_by_link else NARROW_RATE,
+            message_rate=both if both < bound_by_link else HOST_RATE,
             spread=statistics.median(self._spreads),
         )
 
@@ -66,11 +78,11 @@ class Probe:
         count, seconds = _SMALLEST, 0.0
         while True:
             measured = [self._seconds(make(count)) for _ in range(_ROUNDS)]
-            seconds = statistics.median(measured)
+            seconds = min(measured)
             if seconds > _LONG_ENOUGH or count >= _LARGEST:
                 break
             count *= 4
-        self._spreads.append((max(measured) - min(measured)) / seconds / 2)
+        self._spreads.append((statistics.median(measured) - seconds) / seconds)
         return count / max(seconds - small, 0.1 * seconds)
 
     def _seconds(self, op: Collective) -> float:
@@ -90,8 +102,9 @@ class Probe:
     def _all_to_all(self, count: int) -> Collective:
         return AllToAll(self._bytes(self._size, 1 + count // max(1, self._size - 1)))
 
-    def _all_reduce(self, count: int) -> Collective:
-        return AllReduce(self._zeros(max(1, count * self._size // (2 * (self._size - 1)) // 4)))
+    def _all_reduce(self, dtype: torch.dtype, count: int) -> Collective:
+        numbers = count * self._size // (2 * (self._size - 1)) // dtype.itemsize
+        return AllReduce(self._zeros(max(1, numbers), dtype))
 
     def _one_way(self, count: int, *, outward: bool) -> Collective:
         """Return an exchange in which rank 0 alone sends, or alone receives."""
@@ -105,8 +118,8 @@ class Probe:
             sends, receives = (none, leaf) if outward else (leaf, none)
         return Exchange(self._bytes(sum(sends)), sends, receives)
 
-    def _zeros(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.float32, device=self._device)
+    def _zeros(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=self._device)
 
     def _bytes(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8, device=self._device)
