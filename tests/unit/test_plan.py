@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from thinwire.plan.compute import assumed, measure, transformer_shapes
 from thinwire.plan.cost import Chunk, Compute, averaged_cost, step_cost
 from thinwire.plan.encode import Speeds
 from thinwire.plan.gaps import Gap, Known, shipped
-from thinwire.plan.network import Link, Network, Transfer
+from thinwire.plan.network import HOST_RATE, Link, Network, Transfer
 from thinwire.plan.planner import Planner, Row
+from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import Limits, recommend
 from thinwire.plan.traffic import Layout, handed_over, traffic
 from thinwire.programs.naming import short
@@ -107,6 +110,56 @@ def test_communication_hides_behind_backward_and_encoding_delays_it() -> None:
     assert step_cost([first], COMPUTE, fast).step == pytest.approx(COMPUTE.step)
     busy = replace(first, encode=(0.03, 0.0))
     assert step_cost([busy], COMPUTE, fast).step == pytest.approx(COMPUTE.step + 0.03)
+
+
+def test_on_busy_hosts_the_network_takes_time_from_backward() -> None:
+    early, late = (
+        Chunk(arrival, 0, (0.0, 0.0), (Transfer("AllGather", 10**6, 2),)) for arrival in (0.02, 0.1)
+    )
+    there = replace(network(1e12, 2, 0.0, message=1e-3), message_rate=1e8)
+    alone, crowded = COMPUTE, replace(COMPUTE, cores=1.0)
+    assert step_cost([early], alone, there).step == pytest.approx(COMPUTE.step)
+    assert step_cost([early], crowded, there).step == pytest.approx(COMPUTE.step + 1e-3 + 0.01)
+    assert step_cost([late], crowded, there).step == pytest.approx(step_cost([late], alone, there).step)
+
+
+def test_sums_of_half_precision_have_their_own_host_rate() -> None:
+    there = Network(ranks=2, link=Link(), reduce_rate=1e9, narrow_rate=4e8, message_seconds=0.0)
+    assert there.occupied(Transfer("AllReduce", 10**6, 2)) == pytest.approx(1e-3)
+    assert there.occupied(Transfer("AllReduce", 10**6, 2, width=2)) == pytest.approx(2.5e-3)
+    assert there.occupied(Transfer("AllGather", 10**6, 2, width=2)) == pytest.approx(10**6 / 1.5e9)
+
+
+class Timed:
+    """A communicator of two ranks on a link, as the probe uses it, in virtual time."""
+
+    rank, size = 0, 2
+
+    def __init__(self, up: float, down: float, reduced: float) -> None:
+        self.now = 0.0
+        self._up, self._down, self._reduced = up, down, reduced
+
+    def issue(self, op: Any) -> Any:
+        if isinstance(op, thinwire.Exchange):
+            self.now += sum(op.sends) / self._up if sum(op.sends) else sum(op.receives) / self._down
+        elif isinstance(op, thinwire.AllToAll):
+            self.now += op.bytes_sent(0, 2) / min(self._up, self._down)
+        elif isinstance(op, thinwire.AllReduce):
+            self.now += op.bytes_sent(0, 2) / self._reduced
+        received = op.tensor if isinstance(op, thinwire.AllGather) else torch.zeros(1)
+        return SimpleNamespace(wait=lambda: received)
+
+
+@pytest.mark.parametrize("reduced", [0.9e6, 0.3e6])
+def test_the_probe_tells_a_slow_link_from_a_slow_host(
+    monkeypatch: pytest.MonkeyPatch, reduced: float
+) -> None:
+    link = Timed(1e6, 1e6, reduced)
+    monkeypatch.setattr("thinwire.plan.probe.time.perf_counter", lambda: link.now)
+    found = Probe(cast(Any, link)).run()
+    assert found.link.up == pytest.approx(8e6, rel=0.01)
+    assert found.message_rate == HOST_RATE, "the link was the bound, so that nothing is known of the host"
+    assert found.reduce_rate == (HOST_RATE if reduced == 0.9e6 else pytest.approx(reduced, rel=0.01))
 
 
 def test_averaged_models_pay_once_a_period_and_overlap() -> None:
