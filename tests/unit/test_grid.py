@@ -82,6 +82,16 @@ def test_with_timed_rounds_losses_of_all_seeds_are_trained_over_loopback(
         ]
 
 
+def test_losses_over_loopback_are_not_trained_again_for_links_that_are_added(
+    tmp_path: Path, measured: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "b.json", "1gbit", seeds=2, steps=20, timed=8)
+    monkeypatch.setattr(grid_module, "_run", None)
+    first, added = run(tmp_path / "b.json", "1gbit,3gbit", seeds=2, steps=20, timed=8)
+    for key in ("losses", "seed_losses", "peak_memory"):
+        assert [track[key] for track in added["tracks"]] == [track[key] for track in first["tracks"]]
+
+
 def test_timed_rounds_are_checked(tmp_path: Path, measured: list[tuple[int, str]]) -> None:
     with pytest.raises(OptionError, match=r"timed=30 exceeds steps=20: time no more than is trained"):
         run(tmp_path / "b.json", "1gbit", steps=20, timed=30)

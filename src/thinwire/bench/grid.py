@@ -162,7 +162,8 @@ def run_grid(
         cell = Cell(grid.workload, hosts, link, network=label)
         try:
             if hosts not in apart:
-                apart[hosts] = _measure_apart(grid, hosts, on_progress, on_line)
+                known = Apart.of(results, hosts) if grid.timed is not None else None
+                apart[hosts] = known or _measure_apart(grid, hosts, on_progress, on_line)
             on_progress(label, 0)
             cell = _measure(grid, hosts, link, partial(_on_round, on_progress, label), on_line)
             apart[hosts].add_to(cell.tracks, first_seed=grid.timed is not None)
@@ -184,6 +185,20 @@ class Apart:
 
     memory: list[int]
     losses: list[list[list[tuple[int, float]]]]
+
+    @classmethod
+    def of(cls, results: Results, hosts: int) -> "Apart | None":
+        """Return what an earlier run measured for some world size with the same settings, or None.
+
+        Args:
+            results: The results of a run whose losses were all trained over loopback.
+            hosts: The world size.
+        """
+        cell = next((one for one in results.cells if one.hosts == hosts and one.error is None), None)
+        if cell is None or any(track.peak_memory is None for track in cell.tracks):
+            return None
+        by_seed = zip(*([track.losses, *track.seed_losses] for track in cell.tracks), strict=True)
+        return cls([track.peak_memory or 0 for track in cell.tracks], [list(seed) for seed in by_seed])
 
     def add_to(self, tracks: list[Track], *, first_seed: bool = False) -> None:
         """Add it to the measurements of contestants in the same order.
