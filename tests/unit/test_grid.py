@@ -1,6 +1,7 @@
 """The grid without its ranks: what is measured again, and what is not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_losses_over_loopback_are_not_trained_again_for_links_that_are_added(
     first, added = run(tmp_path / "b.json", "1gbit,3gbit", seeds=2, steps=20, timed=8)
     for key in ("losses", "seed_losses", "peak_memory"):
         assert [track[key] for track in added["tracks"]] == [track[key] for track in first["tracks"]]
+
+
+def test_progress_counts_rounds_of_links_and_of_losses() -> None:
+    grid = Grid(
+        workload="conv", programs=("exact",), links=("1gbit", "3gbit"), hosts=(2, 4), steps=20, seeds=3
+    )
+    assert grid.all_rounds == 4 * 20 + 2 * 2 * 20
+    assert replace(grid, timed=8).all_rounds == 4 * 8 + 2 * 3 * 20
 
 
 def test_timed_rounds_are_checked(tmp_path: Path, measured: list[tuple[int, str]]) -> None:

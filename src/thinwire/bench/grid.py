@@ -112,6 +112,17 @@ class Grid:
         """The distinct pairs (hosts, link), in order."""
         return list(dict.fromkeys((hosts, link) for hosts in self.hosts for link in self.links))
 
+    @property
+    def seeds_apart(self) -> range:
+        """The seeds whose losses are trained over loopback."""
+        return range(1 if self.timed is None else 0, self.seeds)
+
+    @property
+    def all_rounds(self) -> int:
+        """The rounds of all cells, and of the losses that are trained over loopback."""
+        losses = len(set(self.hosts)) * len(self.seeds_apart) * self.steps
+        return len(self.cells) * self.rounds + losses
+
     def task(self, **changes: Any) -> Task:
         """Return the task for the ranks of a cell.
 
@@ -221,7 +232,7 @@ def _measure_apart(grid: Grid, hosts: int, on_progress: OnProgress, on_line: Cal
     on_progress(f"{hosts} hosts, peak memory", 0)
     memory = _run(Loopback(hosts), grid.task(memory=True), on_line)["memory"]
     losses = []
-    for seed in range(1 if grid.timed is None else 0, grid.seeds):
+    for seed in grid.seeds_apart:
         label = f"{hosts} hosts, losses of seed {seed}"
         on_progress(label, 0)
         task = grid.task(losses=True, seed=seed)

@@ -120,7 +120,7 @@ def bench(
         if results is None:
             return
     else:
-        with progress(grid.rounds * len(grid.cells)) as tracker:
+        with progress(grid.all_rounds) as tracker:
             results = run_grid(grid, path, _command(), fresh=fresh, on_progress=tracker, on_line=_show_line)
     _show(results, as_json=as_json)
     err.print(f"results: {path}", style="dim")
