@@ -39,7 +39,7 @@ class Model:
 
     @property
     def alive(self) -> bool:
-        """Whether the DDP model still exists."""
+        """True while the DDP model exists."""
         return self._ddp() is not None
 
     def module(self, what: str = "this call") -> torch.nn.Module:
@@ -48,7 +48,7 @@ class Model:
 
     @property
     def joins(self) -> bool:
-        """Whether the model runs inside torch's Join context, where ranks may run out of inputs."""
+        """True inside torch's Join context, where ranks may run out of inputs."""
         return internals.joins(self.ddp())
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def broadcasts_buffers(self) -> bool:
-        """Whether DDP broadcasts rank 0's buffers with every forward."""
+        """True if DDP broadcasts rank 0's buffers with every forward."""
         return bool(self.ddp().broadcast_buffers)
 
     @broadcasts_buffers.setter

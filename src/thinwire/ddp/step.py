@@ -31,7 +31,7 @@ _NO_MEMORY = Memory()
 
 
 class SteppedModel(Protocol):
-    """What a step needs of its model."""
+    """The part of a model's interface that a step uses."""
 
     find_unused_parameters: bool
     """Whether DDP waits at the end of backward to learn which parameters all ranks left unused."""
@@ -51,7 +51,7 @@ class StepEvents(Protocol):
 
     @property
     def counts_backwards(self) -> bool:
-        """Whether a settled backward counts as a step. If not, `StepOwner.advance` counts steps."""
+        """True if each settled backward counts as a step. If False, `StepOwner.advance` counts steps."""
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """Return whether the means are finite on all ranks, given whether this rank's are.
@@ -116,7 +116,7 @@ class StepOwner:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has begun and its last bucket has not arrived."""
+        """True from the start of a step until its last bucket arrives."""
         return self._open is not None and not self._open.closed
 
     def settle_leftover(self) -> None:

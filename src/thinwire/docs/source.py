@@ -41,7 +41,7 @@ class Item:
 
     @property
     def public(self) -> bool:
-        """Whether the name does not begin with an underscore, or is a dunder such as `__version__`."""
+        """True for names without a leading underscore, and for dunders such as `__version__`."""
         return not self.name.startswith("_") or (self.name.startswith("__") and self.name.endswith("__"))
 
 

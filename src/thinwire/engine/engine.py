@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def mid_step(self) -> bool:
-        """Whether a step has begun and its last program has not been submitted."""
+        """True from the start of a step until its last program is submitted."""
         return self._open is not None
 
     @property

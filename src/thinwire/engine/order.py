@@ -90,5 +90,5 @@ class Agenda:
 
     @property
     def finished(self) -> bool:
-        """Whether every bucket has arrived and had all the turns that it requested."""
+        """True once every bucket has arrived and has taken all its requested turns."""
         return self._closed and not self._due

@@ -86,7 +86,7 @@ class HiddenGroup:
 
     @property
     def usable(self) -> bool:
-        """Whether the group exists in this process, and the user has not destroyed it with all others."""
+        """True while the group exists in this process, until the user destroys all groups."""
         group = getattr(self, "group", None)  # `destroy` drops it
         return os.getpid() == self._process and group in _world().pg_group_ranks
 

@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def mid_step(self) -> bool:
-        """Whether a step is running."""
+        """True while a step is running."""
         return self._step is not None
 
     def add(self, run: Run) -> None:

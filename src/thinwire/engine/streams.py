@@ -33,7 +33,7 @@ class SideStream:
 
     @property
     def separate(self) -> bool:
-        """Whether the device has streams, so that memory may be reused before this one is done with it."""
+        """True if the device has streams, so that memory may be reused while this stream still uses it."""
         return self._stream is not None
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ _REBUILD = "reinstall thinwire where a C compiler is installed (in a checkout: p
 
 
 class Status(NamedTuple):
-    """Whether native code is in use."""
+    """The state of the native library: in use or not, and why."""
 
     in_use: bool
     detail: str

@@ -119,7 +119,7 @@ class Audited:
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others. They are not audited."""
+        """True if the program averages some parameters exactly. They are not audited."""
         return carries_exact(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:

@@ -69,7 +69,7 @@ class AcrossNodes(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program between nodes averages some parameters exactly beside others."""
+        """True if the program between nodes averages some parameters exactly."""
         return carries_exact(self.program)
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:

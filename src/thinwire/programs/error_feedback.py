@@ -67,7 +67,7 @@ class ErrorFeedback(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others. They have no residual."""
+        """True if the program averages some parameters exactly. They have no residual."""
         return carries_exact(self.program)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:

@@ -142,7 +142,7 @@ class PowerSGD(Written):
 
     @property
     def spares_vectors(self) -> bool:
-        """Whether vectors must be excluded: with P they are sent exactly, unless rounded or flattened."""
+        """True if vectors must be excluded. Unless P is rounded or flattened, it carries them exactly."""
         return self.flatten or self.factor_dtype is not None
 
     def numbers_sent(self, shape: torch.Size) -> int:

@@ -33,7 +33,7 @@ class AttachedModel(SteppedModel, Protocol):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether programs can average gradients in backward."""
+        """True if programs can average gradients in backward."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -41,7 +41,7 @@ class AttachedModel(SteppedModel, Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether ranks may run out of inputs now (torch's Join)."""
+        """True inside torch's Join context, where ranks may run out of inputs."""
 
     def module(self, what: str = "this call") -> torch.nn.Module:
         """Return the user's module; raise AttachError, naming the call `what`, if it is gone."""
@@ -72,7 +72,7 @@ class AttachedModel(SteppedModel, Protocol):
 
 
 class AttachedReducer(Protocol):
-    """What strategies use to exchange: an engine on a process group, steps, and the attached model."""
+    """The strategies' access to an engine on a process group, to steps and to the attached model."""
 
     communicator: GroupCommunicator
     engine: Engine

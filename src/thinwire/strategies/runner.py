@@ -117,7 +117,7 @@ class Runner:
 
     @property
     def counts_backwards(self) -> bool:
-        """Whether every committed backward is a step."""
+        """True if each committed backward counts as a step."""
         return self.strategy.counts_backwards
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the user gave a `Schedule`."""
+        """True if the user passed a `Schedule`."""
         return isinstance(self.given, Schedule)
 
     @property

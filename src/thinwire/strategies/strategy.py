@@ -258,12 +258,12 @@ class Strategy:
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same model now. If not, checkpoints hold each rank's own model."""
+        """True while all ranks hold the same model. If False, checkpoints contain each rank's own model."""
         return True
 
     @property
     def saves_model(self) -> bool:
-        """Whether `state_dict` has this rank's parameters and buffers, so that a checkpoint needs no others.
+        """True while `state_dict` contains this rank's model, so that a checkpoint needs no other copy.
 
         If False, `save_checkpoint` saves each rank's model while `replicas_equal` is False.
         """

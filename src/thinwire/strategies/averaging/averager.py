@@ -94,17 +94,17 @@ class Averager(Strategy):
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up lasts, in which all gradients are exchanged and ranks hold the same model."""
+        """True during the warm-up, in which all gradients are exchanged and ranks hold the same model."""
         return self.step < self.config.warmup_steps
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same model now."""
+        """True while all ranks hold the same model."""
         return self.warm
 
     @property
     def saves_model(self) -> bool:
-        """Whether `state_dict` has this rank's parameters and buffers."""
+        """True while `state_dict` contains this rank's parameters and buffers."""
         return not self.warm
 
     def wrap(self, program: Program) -> Program:
