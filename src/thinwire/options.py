@@ -44,7 +44,7 @@ class Options:
 
         Raises:
             OptionError: An option is not valid, or does not fit the model or the program.
-            StateError: An optimizer holds a part of its state, which ZeRO has saved on another rank.
+            StateError: An optimizer holds a shard of its state that ZeRO saved on another rank.
         """
         optimizers = optimizers_of(self.optimizer, model.parameters())
         check_dense(model)

@@ -33,8 +33,9 @@ class PerRank:
 
     Args:
         held: Any object with state_dict and load_state_dict.
-        merge: A function that makes one state from the list of all ranks' states, for another number of ranks
-            than at the save: `merge_optimizer_states` for optimizers. If None, such a load raises StateError.
+        merge: A function that makes one state from the list of all ranks' states, used if the number of ranks
+            has changed since the save. Use `merge_optimizer_states` for optimizers. If None, such a load
+            raises StateError.
         group: The process group that ranks are numbered in. None for the default group.
 
     Example::
@@ -125,7 +126,7 @@ def read_states(
 def find_states(
     checkpoint_id: "str | os.PathLike[str]", key: str, storage_reader: Any = None
 ) -> dict[str, tuple[Any]]:
-    """Return what `read_states` does, or an empty dict if there are no states by rank under `key`."""
+    """Return the same as `read_states`, or an empty dict if there are no states by rank under `key`."""
     reader, names = _open(checkpoint_id, storage_reader)
     ranks = _ranks_under(key, names)
     read: dict[str, tuple[Any]] = _read(reader, key, dict.fromkeys(ranks), checkpoint_id) if ranks else {}
@@ -181,7 +182,7 @@ def _at(checkpoint_id: "str | os.PathLike[str]") -> str:
 
 
 def _open(checkpoint_id: "str | os.PathLike[str]", storage_reader: Any = None) -> tuple[Any, dict[str, str]]:
-    """Return a reader, and all entries by name with their shapes, empty for other than tensors."""
+    """Return a reader, and the shapes of all entries by name, empty for entries that are not tensors."""
     import torch.distributed.checkpoint as dcp  # takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

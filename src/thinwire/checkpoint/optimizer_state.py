@@ -1,4 +1,4 @@
-"""A sharded optimizer's state, whole as in `torch.optim`, or in one part for each rank.
+"""A sharded optimizer's state, as a whole like in `torch.optim`, or as one part for each rank.
 
 In the whole, parameters are numbered over all groups. In a part, which is the state_dict of one rank's
 optimizer, they are numbered among the parameters that the rank owns.
@@ -131,11 +131,12 @@ def shard_of(
 
 
 def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Join shards into a whole, or into a part of it with all that is `needed`.
+    """Join shards into a whole, or into a part of it that has all `needed` parameters.
 
     Args:
-        shards: One shard, or the list of those of all ranks that saved, of any number.
-        needed: The numbers of the parameters in each group that must be there.
+        shards: One shard, or the list of the shards of all ranks that saved. Their number may differ from
+            now.
+        needed: The numbers of the parameters in each group that must be present.
 
     Raises:
         StateError: The shards are not valid, overlap, or lack parameters that are needed.

@@ -207,7 +207,8 @@ def merged(
 ) -> dict[str, Any]:
     """Merge the states of all ranks into one, for every rank of a job of another size.
 
-    Shared values are kept. Residuals are averaged, so that the sum of what is not sent yet stays the same.
+    Shared values are kept. Residuals are averaged, so that their contribution to the next mean stays the
+    same.
 
     Args:
         states: States from `own_states`.

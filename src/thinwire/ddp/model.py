@@ -1,4 +1,4 @@
-"""A DistributedDataParallel model as the rest of thinwire sees it: named tensors, hooks, a process group."""
+"""The interface of a DistributedDataParallel model: named tensors, hooks, a process group."""
 
 import math
 import weakref
@@ -16,7 +16,7 @@ from thinwire.programs.names import original_name
 
 
 class Model:
-    """A weak handle to a DDP model: it does not keep the model alive."""
+    """A weak handle to a DDP model. It does not keep the model alive."""
 
     reduces_gradients = True
     shard_key: str | None = None
@@ -57,7 +57,7 @@ class Model:
         return {} if ddp is None else parameters_of(ddp)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name: every rank holds all of each."""
+        """Return the parameters by name. Every rank holds all of each parameter."""
         return dict(self.parameters())
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -80,7 +80,7 @@ class Model:
         }
 
     def local_state(self, with_buffers: bool = False) -> set[str]:
-        """Return the names in the module's state_dict of what DDP does not keep equal on all ranks.
+        """Return the names of state_dict entries that DDP does not keep equal on all ranks.
 
         These are buffers that DDP does not broadcast, parameters and buffers that it ignores, and extra
         state of modules. Names are original ones.

@@ -27,7 +27,7 @@ from thinwire.programs.program import Bucket, Program, check_outcome
 logger = logging.getLogger("thinwire")
 
 _NO_MEMORY = Memory()
-"""The memory given to stateless programs: they keep nothing, so nothing needs to be staged."""
+"""The memory of stateless programs. They keep nothing, so nothing needs to be staged."""
 
 
 class SteppedModel(Protocol):
@@ -60,7 +60,7 @@ class StepEvents(Protocol):
         """
 
     def end_backward(self, committed: bool) -> None:
-        """React to a settled backward. Gradients are written, and the step is committed or rolled back."""
+        """React to a settled backward. Gradients are written, the step is committed or rolled back."""
 
 
 class _OpenStep:
@@ -99,8 +99,9 @@ class _OpenStep:
 class StepOwner:
     """The owner of a model's training steps, and the only writer of their count.
 
-    A step counts as a whole or not at all. If a mean is non-finite, which all ranks agree on, all gradients
-    become NaN, so that a GradScaler detects it on every rank. Memories and counts stay as before the step.
+    A step counts as a whole or not at all. All ranks agree on whether a mean is non-finite. If so, all
+    gradients become NaN, so that a GradScaler detects it on every rank, and memories and counts stay as
+    before the step.
     """
 
     def __init__(self, engine: Engine, model: SteppedModel, scales: Scales, events: StepEvents) -> None:
@@ -228,8 +229,8 @@ class StepOwner:
         """Start counting exposed time, and queue `settle`; runs before DDP's final callback.
 
         A failure is raised after DDP's final callback, which would lose the exception's type. Under
-        find_unused_parameters DDP waits there for a collective of its own, which would fail first, with an
-        error that names no rank. So a failure is raised here instead.
+        find_unused_parameters DDP waits there for a collective of its own. That collective would fail first,
+        with an error that names no rank, so a failure is raised here instead.
         """
         self._engine.guard()
         if self._model.find_unused_parameters:

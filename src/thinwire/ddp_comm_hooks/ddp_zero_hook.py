@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp.internals import has_rebuilt_buckets, in_backward
 from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks.default_hooks import Hook
@@ -182,7 +182,7 @@ def _hook_with_zero_step_setup(
         info.params_per_bucket.clear()
     _save_ddp_bucket_info(bucket, zero)
     if info.overlap is None:
-        refuse_scalers("make the optimizer without overlap_with_ddp")
+        check_no_scaler("make the optimizer without overlap_with_ddp")
         named = {str(index): one for index, one in enumerate(zero._index_to_param) if one.requires_grad}
         owners = {name: zero._param_to_rank[one] for name, one in named.items()}
         step = partial(_perform_steps, zero)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp.internals import (
     after_ddp_finishes,
     in_backward,
@@ -190,7 +190,7 @@ def register_optimizer_overlap(
     def optimizer_overlap_hook(model: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         check_bucket(bucket)
         if not checked_scalers:
-            refuse_scalers("step after backward")
+            check_no_scaler("step after backward")
             checked_scalers.append(True)
         if bucket.index() == 0 and in_backward():
             after_ddp_finishes(lambda: _drop(parameter for parameter in model().parameters()))

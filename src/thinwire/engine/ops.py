@@ -33,11 +33,12 @@ class Collective(ABC):
     """The base of all collectives: one contiguous tensor, and the ranks that take part (None: all).
 
     Attributes:
-        tensor: What this rank contributes.
+        tensor: This rank's contribution.
         ranks: The ranks that take part. None for all.
-        in_order: Whether the program may go on only in its turn of the static order. With False the engine
-            may resume it as soon as the result is there, before or after the programs of other buckets, and
-            differently on each rank. Only a program that shares nothing between buckets may give False.
+        in_order: Whether the program resumes only in its turn of the static order. If False, the engine may
+            resume it as soon as the result is available, before or after the programs of other buckets, and
+            in a different order on each rank. Only a program that shares no state between buckets may set
+            False.
     """
 
     tensor: torch.Tensor
@@ -210,7 +211,7 @@ class Await:
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[Collective | Await, Any, Result]
-"""A running program, which yields collectives, receives what they deliver, and returns its result."""
+"""A running program, which yields collectives, receives their results, and returns its own."""
 
 
 def among(ranks: tuple[int, ...], steps: Steps[Result]) -> Steps[Result]:

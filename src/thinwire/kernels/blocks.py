@@ -11,8 +11,8 @@ Arithmetic is float32, every operation is rounded by itself, and sums are taken 
     error = x - decoded                       (of a mean: (mean - decoded) * world)
     into = into + (weight * decoded)
 
-Torch gives the same bits with one operation for each sign above. `add(..., alpha=)` may fuse two of them, so
-it does not, except with a factor of 1 or -1.
+Torch gives the same bits with one operation for each operator above. `add(..., alpha=)` does not, except with
+a factor of 1 or -1, because it may fuse two operations.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def encode(
     scales: torch.Tensor,
     codes: torch.Tensor,
 ) -> None:
-    """Encode value + keep * residual of all pieces, and write what the encoding misses.
+    """Encode value + keep * residual of all pieces, and write the error of the encoding.
 
     Args:
         kind: The encoding, see `supported`.
@@ -94,7 +94,7 @@ def mean_encode(
     scales: torch.Tensor,
     codes: torch.Tensor,
 ) -> None:
-    """Average this rank's numbers and received encodings, and encode the mean: the middle of a two-shot.
+    """Average this rank's numbers and received encodings, and encode the mean, as `TwoShot` does.
 
     Args:
         kind: The encoding, see `supported`.
@@ -187,7 +187,7 @@ def add(
 
 
 def scale_finite(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor in place and return whether all products are finite, in one pass where possible.
+    """Multiply a tensor in place and return whether all products are finite, in one pass if possible.
 
     Args:
         x: Tensor of any real floating dtype, on any device.

@@ -48,16 +48,16 @@ class Auditor:
         self.records: deque[AuditRecord] = deque(maxlen=history)
 
     def begin(self, number: int) -> Findings | None:
-        """Begin an exchange, numbered from 0; return where its findings go, or None if it is not audited."""
+        """Begin an exchange, numbered from 0; return its empty findings, or None if it is not audited."""
         return Findings() if self.every > 0 and (number + 1) % self.every == 0 else None
 
     def conclude(self, findings: Findings | None, step: int, purpose: str) -> Program | None:
         """Record an audited exchange, and act if the limit is exceeded.
 
-        All ranks have the same figures, so all act alike.
+        All ranks have the same figures, so all act the same.
 
         Args:
-            findings: What `begin` returned.
+            findings: The result of `begin`.
             step: The step of the exchange.
             purpose: What was exchanged.
 

@@ -41,7 +41,7 @@ class JoinedCoder(Coder):
         self.block = codec.align(1)
 
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
-        """Return the layout that the codec gives so many numbers."""
+        """Return the layout of the codec's encoding of this many numbers."""
         return layout_of(self.codec, sum(lengths), device)
 
     def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
@@ -70,7 +70,7 @@ class JoinedCoder(Coder):
             scatter(self.codec.decode(parts, flat), into)
 
     def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return what the codec tells."""
+        """Return the codec's finiteness flag, or None if the codec has none."""
         return self.codec.finite(parts)
 
     def _write(self, x: torch.Tensor, weight: int, errors: Tensors | None, parts: Parts) -> None:

@@ -163,7 +163,7 @@ class Runner:
     def _follow_schedule(self) -> None:
         if not self.plan.scheduled or self.steps.is_open:
             return
-        self.plan.refuse_join(self.context.model.joins, self.steps.count)
+        self.plan.check_join(self.context.model.joins, self.steps.count)
         due = self.plan.at(self.steps.count)
         if not same_program(due, self.config):
             with at_work():

@@ -86,7 +86,7 @@ class Plan:
         """Return the configuration that runs in a step."""
         return self._stages[max(first for first in self._stages if first <= step)]
 
-    def refuse_join(self, joins: bool, step: int) -> None:
+    def check_join(self, joins: bool, step: int) -> None:
         """Raise UnavailableError if a later stage would begin inside torch's `Join`.
 
         A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
 from thinwire.checkpoint.validate import check_tensor
 from thinwire.ddp.model import remove_handles
@@ -152,7 +152,7 @@ class Sharder(Strategy):
         if self.config.interleaved and self.missing is not None:
             raise StateError(self.missing)
         if self.config.interleaved and not self._scalers_checked:
-            refuse_scalers("use interleaved=False")
+            check_no_scaler("use interleaved=False")
             self._scalers_checked = True
         if any(gradient is left for gradient in self._gradients() for left in self._left):
             raise UnavailableError(
