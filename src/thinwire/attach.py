@@ -140,7 +140,7 @@ def attach(
     if replicas is not None:
         raise OptionError(
             f"replicas={replicas!r} is for models without DDP: a DistributedDataParallel model has a process"
-            " group of its own, and gradient programs need one; give it as process_group to DDP"
+            " group of its own, and gradient programs need one; pass it as process_group to DDP"
         )
     return _attach_ddp(ddp_of(model), plan, options)
 
@@ -179,7 +179,7 @@ def _attach_replica(model: ReplicaModel, plan: Plan, options: Options) -> Wire:
 def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
     if replicas is None:
         raise OptionError(
-            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: give the ranks that hold"
+            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: pass the ranks that hold"
             " the same shard of the other replicas, as attach(model, program, replicas=mesh['replicate']),"
             " with a mesh of dimensions 'replicate' and 'shard'"
         )

@@ -121,7 +121,7 @@ def _checked(state: object) -> dict[str, Any]:
     """Return the states by key; raise StateError unless they are those of all ranks of one job."""
     if not isinstance(state, Mapping) or "wire" not in state:
         raise StateError(
-            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: give what its"
+            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: pass what its"
             " state_dict() returned on rank 0"
         )
     if state.get("format") != FORMAT:
@@ -134,6 +134,6 @@ def _checked(state: object) -> dict[str, Any]:
         if len(found) != size:
             raise StateError(
                 f"{key!r} has the states of {len(found)} of {size} ranks: save what state_dict() returns on"
-                " rank 0, or give everywhere=True if another rank saves it"
+                " rank 0, or pass everywhere=True if another rank saves it"
             )
     return states

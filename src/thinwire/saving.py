@@ -164,8 +164,8 @@ def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
         return Model(ddp_of(model))
     if own.module(what) is not model:
         raise OptionError(
-            f"{what} was given another {type(model).__name__} than the one that the wire is attached to: give"
-            " what was given to attach"
+            f"{what} was called with another {type(model).__name__} than the one that the wire is attached"
+            " to: pass the model that was passed to attach"
         )
     return own
 
@@ -266,7 +266,7 @@ def _prepare(path: Path, unfinished: Path) -> None:
     others = [path] if path.is_file() else list(path.iterdir()) if path.exists() else []
     if others and not (path / ".metadata").exists():
         raise StateError(
-            f"{str(path)!r} is not a checkpoint, and saving would replace it: give a folder of its own, such"
+            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder of its own, such"
             f" as {str(path / 'checkpoint')!r}"
         )
 

@@ -141,7 +141,7 @@ class Scales:
         self._searched, self._seen, found = True, False, living_scalers()
         if len(found) > 1 and after_overflow:
             logger.warning(
-                "%d GradScalers are in use: give this model's own, as in attach(..., scaler=scaler), so that"
+                "%d GradScalers are in use: pass this model's own, as in attach(..., scaler=scaler), so that"
                 " residuals follow its scale",
                 len(found),
             )

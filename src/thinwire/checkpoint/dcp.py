@@ -78,7 +78,7 @@ class PerRank:
         else:
             raise StateError(
                 f"{saved_size} ranks saved and {size} load, and merge=None cannot merge the"
-                f" {type(self._held).__name__}'s states: for an optimizer give"
+                f" {type(self._held).__name__}'s states: for an optimizer pass"
                 " PerRank(optimizer, merge=thinwire.merge_optimizer_states)"
             )
 
@@ -117,7 +117,7 @@ def read_states(
         names = _open(checkpoint_id, storage_reader)[1]
         shown = ", ".join(sorted({name.partition(".")[0] for name in names})) or "nothing"
         raise StateError(
-            f"{_at(checkpoint_id)} has no states by rank under {key!r}, it has {shown}: give the name under"
+            f"{_at(checkpoint_id)} has no states by rank under {key!r}, it has {shown}: pass the name under"
             " which the wire was saved"
         )
     return states
@@ -191,7 +191,7 @@ def _open(checkpoint_id: "str | os.PathLike[str]", storage_reader: Any = None) -
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise StateError(
-            f"{_at(checkpoint_id)} is not there, or not complete ({type(error).__name__}: {error}): give the"
+            f"{_at(checkpoint_id)} is missing or incomplete ({type(error).__name__}: {error}): pass the"
             " folder that torch.distributed.checkpoint.save has written"
         ) from error
     shapes = {
@@ -216,7 +216,7 @@ def _read(reader: Any, key: str, state: Any, checkpoint_id: "str | os.PathLike[s
             load(filled, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
         raise StateError(
-            f"{key!r} of {_at(checkpoint_id)} cannot be read: it is damaged, go back to an earlier one"
+            f"{key!r} of {_at(checkpoint_id)} cannot be read: it is damaged, load an earlier one"
         ) from error
     return filled[key]
 

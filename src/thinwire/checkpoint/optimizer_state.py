@@ -83,7 +83,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """
     if not isinstance(whole, Mapping) or not set(whole) >= _WHOLE:
         raise StateError(
-            f"{type(whole).__name__} is not an optimizer's state: give one with 'state' and 'param_groups',"
+            f"{type(whole).__name__} is not an optimizer's state: pass one with 'state' and 'param_groups',"
             " as state_dict() returns"
         )
     whole = merged([whole])  # raises if it is one rank's part
@@ -143,13 +143,13 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
     """
     each = [shards] if isinstance(shards, Mapping) else shards
     if not isinstance(each, Sequence) or isinstance(each, str) or not each:
-        raise StateError(f"{type(shards).__name__} is neither a sharded_state_dict nor a list of some")
+        raise StateError(f"{type(shards).__name__} is neither a sharded_state_dict nor a list of them")
     state: dict[int, Any] = {}
     owners: dict[int, str] = {}
     for shard in each:
         if not isinstance(shard, Mapping) or not set(shard) >= _SHARD:
             raise StateError(
-                "this is not a shard of an optimizer's state: give what sharded_state_dict() returned"
+                "this is not a shard of an optimizer's state: pass the result of sharded_state_dict()"
             )
         if shard["format"] != FORMAT:
             raise StateError(f"format {shard['format']!r} is not {FORMAT}: another version wrote this shard")
@@ -157,7 +157,7 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
             for number in numbers:
                 if owners.setdefault(number, owner) != owner:
                     raise StateError(
-                        f"parameter {number} is owned by rank {owners[number]} and by rank {owner}: give"
+                        f"parameter {number} is owned by rank {owners[number]} and by rank {owner}: pass"
                         " shards that one job saved together"
                     )
         state.update({int(number): value for number, value in shard["state"].items()})
@@ -165,8 +165,8 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
     if missing:
         raise StateError(
             f"the shards of ranks {', '.join(sorted(set(owners.values())))} do not have parameters {missing},"
-            " which this rank owns now: after a change of the number of ranks, give every rank the list of"
-            " all that were saved"
+            " which this rank owns now: if the number of ranks has changed, pass the list of all saved shards"
+            " on every rank"
         )
     return {"state": state, "param_groups": each[0]["param_groups"]}
 
@@ -217,9 +217,9 @@ def check_owned(
         raise StateError(
             f"this optimizer state is one rank's part under ZeRO, without that of {lost[0]!r}"
             + (f" and {len(lost) - 1} more parameters" if len(lost) > 1 else "")
-            + ", which this rank steps: its moments would be lost. Save thinwire.save_checkpoint, or what"
-            " wire.consolidate_optimizer_state() brings to one rank; or save every rank's state, and load"
-            " thinwire.merge_optimizer_states of all"
+            + ", which this rank steps: its moments would be lost. Use thinwire.save_checkpoint, or save the"
+            " result of wire.consolidate_optimizer_state(). Or save every rank's state, and load the result"
+            " of thinwire.merge_optimizer_states"
         )
 
 
@@ -247,10 +247,10 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for state in states:
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-            raise StateError("give what optimizer.state_dict() returned on each rank")
+            raise StateError("these are not optimizer states: pass each rank's optimizer.state_dict()")
         groups = groups or list(map(_unmarked, state["param_groups"]))
         if list(map(_unmarked, state["param_groups"])) != groups:
-            raise StateError("the states' parameter groups differ: give those that were saved together")
+            raise StateError("the states' parameter groups differ: pass states that were saved together")
         whole.update(state["state"])
     for number, group in enumerate(groups):
         every = range(len(group["params"]))
@@ -259,7 +259,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if any(place not in owned and key not in whole for place, key in enumerate(group["params"])):
             raise StateError(
                 f"the states, of {len(states)} ranks under ZeRO, lack the state of some parameters, which"
-                " other ranks owned: give those of all ranks that saved"
+                " other ranks owned: pass the states of all ranks that saved"
             )
     ordered = sorted(whole.items(), key=lambda item: (isinstance(item[0], str), item[0]))
     return {**states[0], "param_groups": groups, "state": dict(ordered)}

@@ -140,7 +140,7 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"hosts={text!r} is not a whole number: give world sizes such as 2,4") from None
+        raise OptionError(f"hosts={text!r} is not a whole number: pass world sizes such as 2,4") from None
 
 
 def _command() -> str:

@@ -368,6 +368,6 @@ def require_codec(codec: object) -> None:
     """Raise OptionError unless `codec` is an instance of Codec."""
     if not isinstance(codec, Codec):
         raise OptionError(
-            f"codec={codec!r} is not a codec: give an instance of a subclass of thinwire.Codec, such as"
+            f"codec={codec!r} is not a codec: pass an instance of a subclass of thinwire.Codec, such as"
             " thinwire.Quantize(bits=8); Int8() and other presets are complete programs"
         )

@@ -62,7 +62,7 @@ class _OptimizerHookState:
         if not callable(getattr(self.functional_optimizer, _STEP, None)):
             raise OptionError(
                 f"functional_optim={self.functional_optimizer!r} needs a method {_STEP}(parameter, gradient),"
-                " to update one parameter as soon as its gradient is there"
+                " to update one parameter as soon as its gradient is available"
             )
 
 
@@ -130,9 +130,9 @@ def register_optim_in_backward(
 ) -> None:
     """Step every parameter's own optimizers in backward, on gradients that `hook` has reduced.
 
-    A parameter's optimizers are in its list `_in_backward_optimizers`. torch's `_apply_optimizer_in_backward`
-    sets it, or your own code does. The gradient is None after backward. Call this before the model's first
-    forward.
+    A parameter's optimizers are in its list `_in_backward_optimizers`, which torch's
+    `_apply_optimizer_in_backward` or your own code sets. The gradient is None after backward. Call this
+    before the model's first forward.
 
     Args:
         ddp: DDP model to register the hook on.

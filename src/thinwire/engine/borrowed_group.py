@@ -152,5 +152,5 @@ def _start(op: Collective, group: AnyGroup, size: int) -> Pending:
             from_one.rootRank = src
             work = group.broadcast([tensor], from_one)
         case _:
-            raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+            raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
     return Issued([work], lambda: op.tensor)

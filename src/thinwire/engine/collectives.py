@@ -56,7 +56,7 @@ def start(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
         case Broadcast(src=src):
             work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
             return Issued([work], lambda: op.tensor)
-    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+    raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
 
 
 PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int64}

@@ -63,8 +63,8 @@ class Collective(ABC):
         ranks = range(size) if self.ranks is None else self.ranks
         if rank not in ranks or list(ranks) != sorted({*ranks} & {*range(size)}):
             raise ProgramError(
-                f"rank {rank} issues {self}: ranks must be rising numbers from 0 to {size - 1}, this rank"
-                " among them"
+                f"rank {rank} issues {self}: ranks must be ascending numbers from 0 to {size - 1}, including"
+                " this rank"
             )
         return ranks.index(rank), len(ranks)
 
@@ -154,8 +154,8 @@ class Exchange(Collective):
         flat = self.tensor.dim() == 1 and self.tensor.numel() == sum(self.sends)
         if not flat or len(self.sends) != size or len(self.receives) != size:
             raise ProgramError(
-                f"{self} sends {self.sends} and receives {self.receives}: give one number per rank, {size}"
-                f" here, and a flat tensor of all that is sent, not one of shape {tuple(self.tensor.shape)}"
+                f"{self} sends {self.sends} and receives {self.receives}: pass one number per rank, {size}"
+                f" here, and a flat tensor with all pieces, not one of shape {tuple(self.tensor.shape)}"
             )
 
 

@@ -38,7 +38,7 @@ def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
     if any(waiting):
         raise ProgramError(
             f"rank {waiting.index(True)} waits for a future where rank {waiting.index(False)} issues"
-            f" {ops[waiting.index(False)]}: every rank must yield the same"
+            f" {ops[waiting.index(False)]}: all ranks must yield the same collectives"
         )
     received: list[Any] = [None] * len(ops)
     for rank, op in enumerate(ops):
@@ -102,7 +102,7 @@ def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         case Broadcast(src=src):
             source = tensors[src].clone()
             return [tensor.copy_(source) for tensor in tensors]
-    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+    raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def _checked(
     if not fit or not plain or scales.device.type != "cpu" or codes.device.type != "cpu":
         raise OptionError(
             f"scales {tuple(scales.shape)} {scales.dtype} and codes {tuple(codes.shape)} {codes.dtype} do not"
-            f" fit {count} blocks of {block} {kind} numbers: give contiguous CPU tensors, {count} scales"
+            f" fit {count} blocks of {block} {kind} numbers: pass contiguous CPU tensors, {count} scales"
             f" and {count * block * bits // 8} bytes of codes"
         )
     return which, block
@@ -289,5 +289,5 @@ def _check_like(name: str, others: Tensors | None, values: Tensors) -> None:
     if others is not None and [one.numel() for one in others] != [one.numel() for one in values]:
         raise OptionError(
             f"{name} have {[one.numel() for one in others]} numbers and values"
-            f" {[one.numel() for one in values]}: give one piece of the same length for each"
+            f" {[one.numel() for one in values]}: pass one piece of the same length for each"
         )

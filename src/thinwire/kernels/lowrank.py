@@ -91,7 +91,7 @@ def _misfit(matrix: torch.Tensor, others: tuple[torch.Tensor, ...]) -> OptionErr
     forms = [(tuple(one.shape), one.dtype) for one in (matrix, *others)]
     return OptionError(
         f"tensors {forms} do not fit each other, or cannot be passed to native code: call `supported` first,"
-        " and give factors with their columns as rows"
+        " and pass factors with their columns as rows"
     )
 
 

@@ -143,7 +143,7 @@ def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
     if periods != sorted(periods) or sizes != sorted(sizes):
         raise OptionError(
             f"{name}={levels} must rise in periods, and its sizes must not fall: larger groups average less"
-            " often; give short periods first, as in an OrderedDict"
+            " often; pass short periods first, as in an OrderedDict"
         )
     return levels
 

@@ -89,7 +89,7 @@ def _flat(params: Iterable[object]) -> list[torch.nn.Parameter]:
             flat.extend(param["params"])
         else:
             raise ParametersError(
-                f"params has a {type(param).__name__} in it: give model.parameters() or an optimizer's"
+                f"params has a {type(param).__name__} in it: pass model.parameters() or an optimizer's"
                 " param_groups"
             )
     return flat

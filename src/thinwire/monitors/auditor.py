@@ -95,12 +95,12 @@ class Auditor:
 def check_audit(every: object, limit: object, on_excess: object) -> None:
     """Raise OptionError unless these are valid options for audits."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        raise OptionError(f"audit_every={every!r} must be a whole number from 0 on: 0 never audits")
+        raise OptionError(f"audit_every={every!r} must be a whole number, at least 0: 0 never audits")
     if limit is not None:
         if not isinstance(limit, Real) or isinstance(limit, bool) or not float(limit) > 0:
             raise OptionError(f"max_error={limit!r} must be a positive number: 0.5 is half of the exact mean")
         if every == 0:
-            raise OptionError(f"max_error={limit!r} needs audits: give audit_every=1000, say")
+            raise OptionError(f"max_error={limit!r} needs audits: pass audit_every=1000, for example")
     if on_excess not in ("warn", "raise"):
         if isinstance(on_excess, str):
             raise OptionError(f"on_excess={on_excess!r} must be 'warn', 'raise' or a program to fall back to")

@@ -101,7 +101,7 @@ class PowerSGD(Written):
             raise OptionError(f"min_compression={self.min_compression!r} must be positive: 2 is a good value")
         if self.residual not in ("mean", "sent"):
             raise OptionError(
-                f"residual={self.residual!r} must be 'mean' or 'sent': what errors are taken against"
+                f"residual={self.residual!r} must be 'mean' or 'sent': the reference of errors"
             )
         if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
             raise OptionError(

@@ -158,13 +158,13 @@ def require_program(program: object, option: str = "program") -> None:
     """
     if not callable(program):
         raise OptionError(
-            f"{option}={program!r} is not a program: give an instance, such as thinwire.Int8(); codecs become"
+            f"{option}={program!r} is not a program: pass an instance, such as thinwire.Int8(); codecs become"
             " programs by TwoShot(codec)"
         )
     if isinstance(program, type) or not _takes_a_bucket(program):
         name = getattr(program, "__name__", type(program).__name__)
         raise OptionError(
-            f"{option}={program!r} is not a program: give an instance by calling it, {name}(); a program of"
+            f"{option}={program!r} is not a program: pass an instance by calling it, {name}(); a program of"
             " your own takes (bucket, memory)"
         )
 

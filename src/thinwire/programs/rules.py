@@ -36,7 +36,7 @@ class Size:
     def __post_init__(self) -> None:
         limits = [one for one in (self.below, self.at_least) if one is not None]
         if not any(limits) or not all(isinstance(one, int) and one >= 0 for one in limits):
-            raise OptionError(f"{self!r}: give below=, at_least= or both, as whole numbers such as 4096")
+            raise OptionError(f"{self!r}: pass below=, at_least= or both, as whole numbers such as 4096")
 
     def __str__(self) -> str:
         low = f"at least {self.at_least}" if self.at_least else ""

@@ -30,8 +30,8 @@ def watch(ddp: nn.Module, wire: Wire, *sinks: Sink, ranks: Ranks = "rank0") -> "
     every rank. By default only the first rank of the model's process group writes, and sinks of the other
     ranks open no file. Call `close()`, or use the result as a context manager, to send the last step.
 
-    Rows carry the rank in the whole job, and sinks separate ranks by it. If several groups train in one job,
-    as with tensor parallelism, the first rank of each group writes, each to its own file.
+    Rows contain the rank in the whole job, and sinks separate ranks by it. If several groups train in one
+    job, as with tensor parallelism, the first rank of each group writes, each to its own file.
 
     Args:
         ddp: The model that the wire belongs to.
