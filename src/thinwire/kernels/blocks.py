@@ -143,17 +143,7 @@ def decode(kind: str, block: int, scales: torch.Tensor, codes: torch.Tensor, int
     Raises:
         OptionError: Sizes or dtypes do not fit.
     """
-    which, width = _checked(kind, block, into, scales, codes)
-    lengths, targets = lengths_of(into), addresses(into)
-    _library().tw_decode(
-        which,
-        width,
-        len(into),
-        address_of(lengths),
-        address_of(targets),
-        scales.data_ptr(),
-        codes.data_ptr(),
-    )
+    _call_into("tw_decode", kind, block, scales, codes, into)
 
 
 def add(
@@ -172,18 +162,7 @@ def add(
     Raises:
         OptionError: Sizes or dtypes do not fit.
     """
-    which, width = _checked(kind, block, into, scales, codes)
-    lengths, targets = lengths_of(into), addresses(into)
-    _library().tw_add(
-        which,
-        width,
-        len(into),
-        address_of(lengths),
-        address_of(targets),
-        scales.data_ptr(),
-        codes.data_ptr(),
-        weight,
-    )
+    _call_into("tw_add", kind, block, scales, codes, into, weight)
 
 
 def scale_finite(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -248,9 +227,26 @@ def _library() -> ctypes.CDLL:
     library = native()
     if library is None:
         raise OptionError(
-            "native code is not in use: call `supported` first, and the codec where it is False"
+            "native code is not in use: call `supported` first, and the codec's own functions if it is False"
         )
     return library
+
+
+def _call_into(
+    name: str,
+    kind: str,
+    block: int,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    into: Tensors,
+    *options: float,
+) -> None:
+    """Call a function of the library that decodes to pieces."""
+    which, width = _checked(kind, block, into, scales, codes)
+    lengths, targets = lengths_of(into), addresses(into)
+    places = address_of(lengths), address_of(targets)
+    call = getattr(_library(), name)
+    call(which, width, len(into), *places, scales.data_ptr(), codes.data_ptr(), *options)
 
 
 def _checked(
@@ -279,7 +275,7 @@ def _check_pieces(name: str, pieces: Tensors) -> None:
         forms = [(tuple(one.shape), one.stride(), one.dtype, one.device.type) for one in pieces]
         raise OptionError(
             f"{name} {forms} cannot be passed to native code, which takes contiguous float32 CPU tensors:"
-            " call `supported` first, and the codec where it is False"
+            " call `supported` first, and the codec's own functions if it is False"
         )
 
 

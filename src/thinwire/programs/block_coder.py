@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once
-from thinwire.engine.pack import Layout
+from thinwire.engine.pack import Layout, changed_layout
 from thinwire.kernels import blocks as kernels
-from thinwire.programs.coder import Coder, Given, Tensors, changed_layout
+from thinwire.programs.coder import Coder, Given, Tensors
 
 
 class BlockCoder(Coder):
@@ -19,6 +19,8 @@ class BlockCoder(Coder):
         codec: The codec.
         width: Numbers in a block.
     """
+
+    codec: BlockCodec
 
     def __init__(self, codec: BlockCodec, width: int) -> None:
         self.codec = codec
@@ -62,9 +64,6 @@ class BlockCoder(Coder):
             else:
                 batch.scatter(self._decoded(batch, parts, room.back(batch)), into)
 
-    def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return the codec's finiteness flag, or None if the codec has none."""
-        return self.codec.finite(parts)
 
     def _write(
         self,

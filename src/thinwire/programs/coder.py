@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import Parts
+from thinwire.codecs.codec import Codec, Parts
 from thinwire.engine.pack import Layout
-from thinwire.errors import ProgramError
 
 Tensors = list[torch.Tensor]
 
@@ -34,6 +33,7 @@ class Given:
 class Coder(ABC):
     """A codec applied to pieces. Parts are views of a row of bytes."""
 
+    codec: Codec
     block: int
     """Numbers of one parameter that are encoded together."""
 
@@ -88,7 +88,6 @@ class Coder(ABC):
             into: The pieces to overwrite. Numbers are converted to their dtype.
         """
 
-    @abstractmethod
     def finite(self, parts: Parts) -> torch.Tensor | None:
         """Return whether all encoded numbers are finite.
 
@@ -98,14 +97,7 @@ class Coder(ABC):
         Returns:
             A scalar bool tensor, or None if only the decoded numbers show it.
         """
-
-
-def changed_layout(expected: Layout, found: Layout) -> ProgramError:
-    """Return the error for a codec whose encoding depends on values."""
-    return ProgramError(
-        f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
-        " of values, but not on the values"
-    )
+        return self.codec.finite(parts)
 
 
 def scatter(flat: torch.Tensor, into: Tensors) -> None:

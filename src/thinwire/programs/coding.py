@@ -6,9 +6,9 @@ from functools import lru_cache
 import torch
 
 from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
-from thinwire.engine.pack import Layout
+from thinwire.engine.pack import Layout, changed_layout
 from thinwire.programs.block_coder import BlockCoder, NativeCoder
-from thinwire.programs.coder import Coder, Given, Tensors, changed_layout, scatter
+from thinwire.programs.coder import Coder, Given, Tensors, scatter
 from thinwire.programs.program import Bucket
 
 
@@ -69,9 +69,6 @@ class JoinedCoder(Coder):
             flat = into[0].new_empty(sum(piece.numel() for piece in into))
             scatter(self.codec.decode(parts, flat), into)
 
-    def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return the codec's finiteness flag, or None if the codec has none."""
-        return self.codec.finite(parts)
 
     def _write(self, x: torch.Tensor, weight: int, errors: Tensors | None, parts: Parts) -> None:
         encoded = self.codec.encode(x)
