@@ -92,7 +92,7 @@ def attach(
             also sends the exact mean. `wire.audits()` keeps the errors by parameter. 0: never.
         max_error: The largest relative error that an audit accepts for any parameter. 0.5 is half of the
             exact mean. With error feedback a larger error does not imply lost gradients, see `AuditRecord`.
-        on_excess: What to do on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
+        on_excess: The action on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
             `AuditError`, or a program to continue with, such as `Exact()`.
         skip_overflows: Whether the optimizer skips a step whose gradients are non-finite on any rank, where
             no GradScaler is used. (A GradScaler skips such steps itself.)

@@ -121,8 +121,8 @@ def _checked(state: object) -> dict[str, Any]:
     """Return the states by key; raise StateError unless they are those of all ranks of one job."""
     if not isinstance(state, Mapping) or "wire" not in state:
         raise StateError(
-            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: pass what its"
-            " state_dict() returned on rank 0"
+            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: pass the"
+            " result of its state_dict() on rank 0"
         )
     if state.get("format") != FORMAT:
         raise StateError(
@@ -133,7 +133,7 @@ def _checked(state: object) -> dict[str, Any]:
         size, found = by_rank(one)
         if len(found) != size:
             raise StateError(
-                f"{key!r} has the states of {len(found)} of {size} ranks: save what state_dict() returns on"
+                f"{key!r} has the states of {len(found)} of {size} ranks: save the result of state_dict() on"
                 " rank 0, or pass everywhere=True if another rank saves it"
             )
     return states

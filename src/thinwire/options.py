@@ -182,7 +182,7 @@ def check_scaler(scaler: object) -> None:
 
 
 def time_limit_of(timeout: timedelta | float | None) -> timedelta | None:
-    """Return the time limit as a timedelta; None stands for that of the process group."""
+    """Return the time limit as a timedelta, or None for the limit of the process group."""
     if timeout is None:
         return None
     try:

@@ -56,7 +56,11 @@ class PerRank:
         self._group = group
 
     def state_dict(self) -> dict[str, tuple[Any]]:
-        """Return a copy of this rank's state on the CPU, under the rank's key."""
+        """Return a copy of this rank's state on the CPU, under the rank's key.
+
+        Returns:
+            One key, which names the rank, and a tuple with the state.
+        """
         own = copied(self._held.state_dict(), lambda tensor: tensor.to("cpu", copy=True))
         return {rank_key(*self._place()): (own,)}
 

@@ -98,7 +98,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     strangers = sorted(set(whole["state"]) - set(numbers), key=str)
     if strangers:
         raise StateError(f"the saved state has values for {strangers}, which are in none of its groups")
-    # torch's own loading leaves None for what other ranks own.
+    # torch's own loading leaves None for parameters that other ranks own.
     state = {numbers[each]: value for each, value in whole["state"].items() if value is not None}
     return {"state": state, "param_groups": list(saved)}
 

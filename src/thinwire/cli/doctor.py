@@ -1,4 +1,4 @@
-"""The command `thinwire doctor`, which shows what is installed, what is missing and how to install it."""
+"""The command `thinwire doctor`, which lists installed and missing components, and how to install them."""
 
 from dataclasses import asdict
 

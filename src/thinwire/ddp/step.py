@@ -184,7 +184,7 @@ class StepOwner:
 
     def _settle(self) -> None:
         step = self._open
-        # What interrupts the wait (Ctrl-C) leaves the step to be settled later, as the other ranks do.
+        # If the wait is interrupted (Ctrl-C), the step is settled later, as on the other ranks.
         try:
             self._engine.settle()
             committed = step is None or bool(self.events.agree_finite(all_true(step.finite)).item())

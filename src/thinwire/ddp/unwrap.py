@@ -36,9 +36,9 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """
     inner: object = model
     while isinstance(inner, nn.Module) and not isinstance(inner, DistributedDataParallel):
-        beside = replicated(inner)
-        if beside is not None:
-            return beside
+        made = replicated(inner)
+        if made is not None:
+            return made
         held = dict(inner.named_children())
         inner = next((held[name] for name in _INSIDE if held.get(name) is not None), None)
     return inner if isinstance(inner, DistributedDataParallel) else None

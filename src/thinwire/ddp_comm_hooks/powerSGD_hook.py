@@ -173,7 +173,11 @@ class PowerSGDState:
             self.rng.set_state(drawn)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step when its last bucket arrives."""
+        """Count a step when its last bucket arrives.
+
+        Args:
+            bucket: Bucket that DDP passed to the hook.
+        """
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -278,8 +282,8 @@ class TorchPowerSGD(PowerSGD):
         if self.warm_start and not any(q is None for group in known for q in group):
             return [torch.stack([q for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
-        # torch seeds the global generator for a moment. On the wire thread that would change what the
-        # training thread draws at the same time, such as a dropout mask that is being recomputed.
+        # torch seeds the global generator for a moment. On the wire thread that would change the training
+        # thread's random numbers at the same time, such as a dropout mask that is being recomputed.
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         drawn = [_draw(group, bucket.buffer.dtype, generator, together=together) for group in groups]
         return [qs.to(bucket.buffer) for qs in drawn]

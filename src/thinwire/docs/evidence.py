@@ -168,7 +168,7 @@ def _outside(page: Page) -> str:
     listed = "\n".join(
         f"- {what}: {', '.join(f'`{one}`' for one in sorted(names)[:6])}" for what, names in found.items()
     )
-    return f"What its source does beyond computing, by the names that it uses:\n\n{listed}"
+    return f"Effects of its source beyond computing, by the names that it uses:\n\n{listed}"
 
 
 def testing(book: Book, page: Page) -> str:

@@ -157,7 +157,7 @@ class Engine:
                     raise WireError("the wire thread has died, so this step will not end: restart the job")
             if step is self._ended:
                 self._ended = None
-        self._side_stream.join()  # what the host does next may read, or free, what programs have written
+        self._side_stream.join()  # the host may read or free the programs' results next
         self.check()
 
     def fail(self, error: ThinwireError) -> None:

@@ -84,7 +84,7 @@ class GroupCommunicator:
             hidden.pop().destroy()
 
     def in_any_order(self, op: Collective) -> bool:
-        """Return whether a collective travels as messages, which are matched by tags and need no order."""
+        """Return whether a collective is sent as messages, which are matched by tags and need no order."""
         return self._on_gloo and op.tensor.device.type == "cpu" and isinstance(op, Messaged)
 
     def issue(self, op: Collective | Await, turn: Turn | None = None) -> Pending:

@@ -24,7 +24,7 @@ from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange, Reduc
 from thinwire.engine.pending import Issued
 
 Messaged = AllGather | AllToAll | ReduceScatter | Exchange
-"""The collectives that travel as messages."""
+"""The collectives that are sent as messages."""
 
 Turn = tuple[int, int]
 """A bucket's number in its step, and the stage of its program."""

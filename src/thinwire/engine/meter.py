@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from thinwire.engine.ops import Await, Collective
 
 GRADIENTS, MODELS, PARAMETERS = "gradients", "models", "parameters"
-"""The purposes of a step, by what it exchanges."""
+"""The purposes of a step: the kind of tensors that it exchanges."""
 
 
 @dataclass

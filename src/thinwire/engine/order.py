@@ -6,7 +6,7 @@ the position
 
     (bucket + LOOKAHEAD * stage, stage)
 
-so every rank sorts the same way, whatever the timing. There is one exception. If a hook waits for a result,
+so every rank sorts the same way, regardless of timing. There is one exception. If a hook waits for a result,
 all collectives of the buckets so far come before those of later buckets.
 
 Messages are matched by their tags and need no order. A program whose next turn does not depend on other

@@ -54,6 +54,9 @@ def get_params_to_average(
     Args:
         params: A model's parameters or an optimizer's `param_groups`.
 
+    Returns:
+        The parameters, those without a gradient left out.
+
     Example::
 
         get_params_to_average(optimizer.param_groups)

@@ -51,7 +51,7 @@ class AuditRecord:
         residual: The norm of all ranks' residuals.
         parameters: The figures of each compressed parameter, by name. If the root mean square of its exact
             mean is under a thousandth of the model's, the error is relative to that thousandth.
-        purpose: What was exchanged, `"gradients"` or `"models"`.
+        purpose: The purpose of the exchange, `"gradients"` or `"models"`.
         action: The action that was taken, such as `"warned"`; empty if no limit was exceeded.
     """
 

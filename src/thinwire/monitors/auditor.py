@@ -33,7 +33,7 @@ class Auditor:
     Args:
         every: The number of exchanges from one audit to the next. 0 never audits.
         limit: The largest relative error that any parameter may have. None sets no limit.
-        on_excess: What to do when the limit is exceeded.
+        on_excess: The action when the limit is exceeded.
         history: The number of records to keep.
 
     Raises:
@@ -59,7 +59,7 @@ class Auditor:
         Args:
             findings: The result of `begin`.
             step: The step of the exchange.
-            purpose: What was exchanged.
+            purpose: The purpose of the exchange, `"gradients"` or `"models"`.
 
         Returns:
             The program to fall back to, or None to continue.

@@ -71,10 +71,17 @@ class ErrorFeedback(Written):
         return carries_exact(self.program)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
-        """Return the collectives of a bucket as the program outlines them, or None if it has no outline."""
-        tells = getattr(self.program, "outline", None)
+        """Return the collectives of a bucket as the program outlines them, or None if it has no outline.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Returns:
+            The collectives, or None if the program has no outline.
+        """
+        outline = getattr(self.program, "outline", None)
         wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        return None if tells is None else tells(replace(bucket, buffer=wide))
+        return None if outline is None else outline(replace(bucket, buffer=wide))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""

@@ -170,6 +170,9 @@ class Memory:
 
         Args:
             name: Name of the parameter.
+
+        Returns:
+            The tensors themselves, not copies.
         """
         slots = self._slots.get(name, {})
         return [tensor for key, tensor in slots.items() if self._holds_residual(key)]
@@ -244,7 +247,11 @@ class Memory:
             self._slots.setdefault(name, {}).update(slots)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of all tensors, by parameter name and then by slot."""
+        """Return copies of all tensors, by parameter name and then by slot.
+
+        Returns:
+            A mapping for `load_state_dict`.
+        """
         return {
             name: {key: tensor.detach().clone() for key, tensor in slots.items()}
             for name, slots in self._slots.items()

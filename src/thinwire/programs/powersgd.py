@@ -146,7 +146,14 @@ class PowerSGD(Written):
         return self.flatten or self.factor_dtype is not None
 
     def numbers_sent(self, shape: torch.Size) -> int:
-        """Return how many numbers are sent for a gradient of this shape."""
+        """Return how many numbers are sent for a gradient of this shape.
+
+        Args:
+            shape: Shape of the gradient.
+
+        Returns:
+            Numbers in both collectives, or all of them if the gradient is not compressed.
+        """
         n, m = self._matrix_shape(shape)
         return (n + m) * min(n, m, self.rank) + shape.numel() - n * m
 

@@ -165,10 +165,10 @@ def _weights(grams: Sequence[torch.Tensor], bits: int, count: int) -> list[list[
     filled = [functional.pad(gram, (0, most - gram.shape[-1]) * 2) for gram in grams]
     weights = _whitening(torch.cat(filled))
     slices = _slices(weights, _power_of(weights), _MANTISSA - bits - (most - 1).bit_length(), count)
-    apart = zip(*(one.split([len(gram) for gram in grams]) for one in slices), strict=True)
+    by_gram = zip(*(one.split([len(gram) for gram in grams]) for one in slices), strict=True)
     return [
         [one[:, : gram.shape[-1], : gram.shape[-1]] for one in own]
-        for own, gram in zip(apart, grams, strict=True)
+        for own, gram in zip(by_gram, grams, strict=True)
     ]
 
 

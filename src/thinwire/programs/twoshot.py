@@ -27,8 +27,8 @@ class TwoShot(Written):
         every rank receives the means of all chunks            all-gather
 
     A chunk is made of slices of parameters. Each parameter has its own blocks of numbers that share a scale,
-    so the encoding of one parameter does not depend on its neighbours. Parameters that must be exact travel
-    in the same two collectives as they are.
+    so the encoding of one parameter does not depend on its neighbours. Parameters that must be exact are sent
+    uncompressed in the same two collectives.
 
     A rank's own chunk is not encoded before the mean. All ranks decode the same bytes, so replicas stay
     identical with any codec. A sum over ranks beyond float32's range is an overflow.
@@ -98,7 +98,14 @@ class TwoShot(Written):
         return numbers.outcome(flags)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
-        """Yield the collectives of a bucket without encoding anything, for planning with many ranks."""
+        """Yield the collectives of a bucket without encoding anything, for planning with many ranks.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Yields:
+            The collectives, in order.
+        """
         coder = coders_of(self.codec, bucket)[0]
         wire = _Rows(bucket, Division.of(bucket, coder.block), coder)
         yield AllToAll(wire.empty(bucket.world_size))

@@ -81,5 +81,5 @@ def check_loaded_states(runner: Runner) -> list[Any]:
 
     optimizers = runner.context.optimizers()
     for one in optimizers:
-        forget_owned(one.param_groups)  # `attach` has checked what was loaded before
+        forget_owned(one.param_groups)  # `attach` has checked earlier loads
     return [one.register_load_state_dict_pre_hook(load) for one in optimizers]

@@ -53,14 +53,21 @@ class Schedule(Written):
             if not config.swappable:
                 raise OptionError(f"{config!r} cannot be a stage: {config.fixed_because}")
             if not config.schedulable:
-                raise OptionError(f"{config!r} cannot be a stage: it chooses what runs by itself")
+                raise OptionError(f"{config!r} cannot be a stage: it chooses its program by itself")
         for step, stage in self.stages.items():
             if not isinstance(stage, Configuration):
                 require_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
     def at(self, step: int) -> Stage:
-        """Return the stage that runs in a step, as the user wrote it."""
+        """Return the stage that runs in a step, as the user wrote it.
+
+        Args:
+            step: A training step.
+
+        Returns:
+            A program or configuration.
+        """
         return self.stages[max(first for first in self.stages if first <= step)]
 
 

@@ -120,6 +120,12 @@ def as_row(record: StepRecord) -> Row:
     """Convert a step to plain values.
 
     Times are None on accelerators, where measuring them would need a synchronisation.
+
+    Args:
+        record: A record of `wire.stats()`.
+
+    Returns:
+        The figures by name.
     """
     by_kind: Mapping[str, Any] = {f"bytes/{kind}": count for kind, count in record.bytes_by_kind.items()}
     of_gradients: Mapping[str, Any] = {"overflowed": record.overflowed, "ddp_bytes": record.ddp_bytes}
@@ -137,7 +143,14 @@ def as_row(record: StepRecord) -> Row:
 
 
 def as_audit_row(audit: AuditRecord) -> Row:
-    """Convert an audit to plain values, with errors and residuals by parameter and the action taken."""
+    """Convert an audit to plain values, with errors and residuals by parameter and the action taken.
+
+    Args:
+        audit: A record of `wire.audits()`.
+
+    Returns:
+        The figures by name.
+    """
     return {
         "step": audit.step,
         "purpose": AUDIT,

@@ -363,7 +363,7 @@ class Sharder(Strategy):
 
     def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
         """Send own parameters to all ranks, rounded if configured, and copy in those of other owners."""
-        # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters always travel as pairs.
+        # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters are always sent as pairs.
         shapes = tuple(tuple(real_numbers(self._every[name]).shape for name in own) for own in pieces.names)
         pieces = replace(pieces, shapes=shapes)
         names = pieces.names[self._rank]

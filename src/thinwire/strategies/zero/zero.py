@@ -51,8 +51,8 @@ class ZeRO(Configuration):
 
     swappable: ClassVar[bool] = False
     fixed_because: ClassVar[str] = (
-        "under ZeRO owners keep the optimizer's state, so it begins and ends with the DDP model: load what"
-        " wire.consolidate_optimizer_state() gives on every rank, and wrap the module in a new"
+        "under ZeRO owners keep the optimizer's state, so it begins and ends with the DDP model: load the"
+        " result of wire.consolidate_optimizer_state() on every rank, and wrap the module in a new"
         " DistributedDataParallel"
     )
     exchanges_parameters: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class ZeRO(Configuration):
         if len(target.optimizers) != 1:
             raise OptionError(
                 f"{self!r} shards one optimizer's state, and {len(target.optimizers)} were passed: pass one,"
-                " as in attach(ddp, ..., optimizer=optimizer), with parameter groups for what differs"
+                " as in attach(ddp, ..., optimizer=optimizer), with parameter groups for options that differ"
             )
         if isinstance(target.optimizers[0], torch.optim.LBFGS):
             raise OptionError("optimizer=LBFGS searches along all parameters at once: it cannot be sharded")
@@ -118,7 +118,7 @@ class ZeRO(Configuration):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__} does not hold {shown}: under ZeRO other optimizers"
                 " would step these on their owners alone; pass one optimizer over all trainable parameters,"
-                " with parameter groups for what differs, or freeze them"
+                " with parameter groups for options that differ, or freeze them"
             )
 
     def stepped_here(self, target: Target) -> dict[str, torch.nn.Parameter]:
