@@ -46,9 +46,7 @@ from thinwire.lab.namespaces import way_in
     "--model", metavar="MODULE:BUILD", help="Train your own model. build() must return (model, batch)."
 )
 @click.option("--steps", default=60, show_default=True, help="Rounds per link and world size.")
-@click.option(
-    "--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: by contestant]"
-)
+@click.option("--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: by contestant]")
 @click.option("--seeds", default=1, show_default=True, help="Trainings for losses, each with its own seed.")
 @click.option("--no-torch", is_flag=True, help="Do not run torch's own hooks and optimizers.")
 @click.option(

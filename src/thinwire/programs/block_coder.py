@@ -64,7 +64,6 @@ class BlockCoder(Coder):
             else:
                 batch.scatter(self._decoded(batch, parts, room.back(batch)), into)
 
-
     def _write(
         self,
         room: "_Room",

@@ -69,7 +69,6 @@ class JoinedCoder(Coder):
             flat = into[0].new_empty(sum(piece.numel() for piece in into))
             scatter(self.codec.decode(parts, flat), into)
 
-
     def _write(self, x: torch.Tensor, weight: int, errors: Tensors | None, parts: Parts) -> None:
         encoded = self.codec.encode(x)
         if Layout.of(encoded) != Layout.of(parts):
