@@ -101,7 +101,7 @@ class Result(torch.futures.Future[Any]):
 
 
 class _Failure:
-    """The value of a failed future. DDP's C++ code prints it in the error "not a tensor"."""
+    """The value of a failed future. DDP's C++ code prints it in its error that the value is not a tensor."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -45,7 +45,7 @@ class Run:
 
     Args:
         program: The generator.
-        label: The name of its bucket, for errors.
+        label: The name of its work, for errors.
         last: Whether it ends its step.
         step: The step it belongs to.
         instead: The future's value if the program fails in a guarded step.

@@ -151,7 +151,7 @@ class NativeCoder(BlockCoder):
         return None
 
     def _runs(self, *pieces: Tensors | None) -> bool:
-        """Return whether native code runs. A rank without pieces, which has nothing to run, needs none."""
+        """Return whether native code runs. It does not run on a rank without pieces."""
         given = [piece for some in pieces for piece in some or ()]
         return bool(given) and kernels.supported(self._kernel, given)
 

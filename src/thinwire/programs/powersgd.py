@@ -100,7 +100,9 @@ class PowerSGD(Written):
         if not self.min_compression > 0:
             raise OptionError(f"min_compression={self.min_compression!r} must be positive: 2 is a good value")
         if self.residual not in ("mean", "sent"):
-            raise OptionError(f"residual={self.residual!r} must be 'mean' or 'sent': the reference of errors")
+            raise OptionError(
+                f"residual={self.residual!r} must be 'mean' or 'sent': which one is subtracted from the gradient"
+            )
         if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
             raise OptionError(
                 f"factor_dtype={self.factor_dtype!r} must be None, {' or '.join(map(repr, _DTYPES))}"
@@ -203,7 +205,7 @@ class PowerSGD(Written):
     def _mean(
         self, tensors: list[torch.Tensor], bucket: Bucket
     ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return this rank's tensors as sent, and their means over ranks, if there are any."""
+        """Return this rank's tensors as sent, and their means over ranks. Without tensors, send nothing."""
         if not tensors:
             return [], []
         shapes = [tensor.shape for tensor in tensors]
