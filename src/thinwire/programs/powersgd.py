@@ -101,7 +101,7 @@ class PowerSGD(Written):
             raise OptionError(f"min_compression={self.min_compression!r} must be positive: 2 is a good value")
         if self.residual not in ("mean", "sent"):
             raise OptionError(
-                f"residual={self.residual!r} must be 'mean' or 'sent': which one is subtracted from the gradient"
+                f"residual={self.residual!r} must be 'mean' or 'sent': the value to subtract from a gradient"
             )
         if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
             raise OptionError(
