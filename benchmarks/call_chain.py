@@ -4,8 +4,8 @@
 
 Recorded on rank 0 of two ranks, in the fourth step, on a model of one bucket, until torch.distributed is
 called. A hop is a function that gets the gradient as an argument: a bucket, a large tensor, a collective, or
-a program that holds one. `calls` counts all calls of thinwire's functions meanwhile, also of small helpers.
-`--show` lists the hops. `PYTHONPATH=other/src:.` records another checkout.
+a program that holds one. `calls` counts all calls of thinwire's functions in that time, including small
+helpers. `--show` lists the hops. `PYTHONPATH=other/src:.` records another checkout.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def _holds_gradient(value: object) -> bool:
 
 
 class Recorder:
-    """Notes calls of thinwire's functions until the network is reached."""
+    """A recorder of calls of thinwire's functions until the network is reached."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -70,11 +70,11 @@ class Recorder:
         self._on = False
 
     def begin(self) -> None:
-        """Forget what was recorded, and record from now on."""
+        """Drop earlier records, and start to record."""
         self.calls, self.hops, self._on = [], [], True
 
     def profile(self, frame: FrameType, event: str, arg: object) -> None:
-        """Take in an event of Python's profiler."""
+        """Record an event of Python's profiler."""
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not self._on or (name in NETWORK and event == "call"):
             self._on = False

@@ -1,9 +1,9 @@
 """One benchmark on two checkouts of thinwire, which take their steps in turns.
 
 A process can import thinwire only once, so each checkout has its own ranks. They share the hosts, and a file
-says which checkout may run: the others wait between two rounds, without work for processor or network.
+names the checkout that may run. The others wait between two rounds, without work for processor or network.
 
-The bench of this checkout measures both, so that only the programs differ: see `use_checkout`.
+The bench of this checkout measures both, so that only the programs differ. See `use_checkout`.
 """
 
 import os
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 
 class Turns:
-    """Turns of some checkouts, taken in rising order and again from the first.
+    """The turns of several checkouts, taken in ascending order and then again from the first.
 
     Args:
         file: A file that all ranks of all checkouts can read and write.
@@ -39,7 +39,7 @@ class Turns:
         """Wait for this checkout's turn.
 
         Raises:
-            TimeoutError: It did not come in 15 minutes, or another checkout has failed.
+            TimeoutError: The turn did not come within 15 minutes, or another checkout has failed.
         """
         if self._count == 1:
             return
@@ -54,14 +54,14 @@ class Turns:
         self._write(str((self._own + 1) % self._count))
 
     def fail(self) -> None:
-        """Tell the others that this checkout has failed."""
+        """Report to the others that this checkout has failed."""
         self._write("failed")
 
     def _read(self) -> str:
         return self._file.read_text() if self._file.exists() else "0"
 
     def _write(self, text: str) -> None:
-        """Replace the file as a whole, so that no reader finds half of it."""
+        """Replace the file atomically, so that no reader finds a partial one."""
         if self._count == 1:
             return
         draft = self._file.with_name(f"{self._file.name}.{os.getpid()}")
@@ -92,7 +92,7 @@ def check_imported(source: Path) -> None:
 
 
 def _complete(thinwire: Any) -> None:
-    """Add the names that the bench needs, and that thinwire had not before its version 0.2."""
+    """Add names that the bench needs and that thinwire lacked before version 0.2."""
     if not hasattr(thinwire, "Configuration"):
         thinwire.Configuration = ABCMeta("Configuration", (), {})
         thinwire.Configuration.register(thinwire.Averaging)

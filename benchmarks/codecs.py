@@ -116,7 +116,7 @@ def show(found: dict[str, tuple[float, float]], x: torch.Tensor, rivals: list[st
 
 
 def native(x: torch.Tensor, rounds: int) -> None:
-    """Compare each codec's native code with its pure-torch path, as one figure for encode and decode."""
+    """Compare each codec's native code with its pure-torch path, with one figure for encode and decode."""
     if not library.status().in_use:
         raise SystemExit(f"native code is not in use: {library.status().detail}")
     size, into = x.numel() * x.element_size() / 1e9, torch.empty_like(x)
@@ -139,7 +139,7 @@ def native(x: torch.Tensor, rounds: int) -> None:
 
 
 def fused(x: torch.Tensor, rounds: int) -> None:
-    """Print the speed of error feedback, encoding and residual in one pass, and of a two-shot's middle."""
+    """Print the speed of error feedback, encoding and residual in one pass, and of `mean_encode`."""
     size, residual, error = x.numel() * x.element_size() / 1e9, torch.zeros_like(x), torch.empty_like(x)
     print(f"{'GB/s of float32':<18}{'feedback + encode + residual':>32}{'mean of 2 + encode + residual':>32}")
     for name in ("int8", "int4", "sign"):
@@ -167,7 +167,7 @@ def fused(x: torch.Tensor, rounds: int) -> None:
 
 
 def show_aims(found: dict[str, tuple[float, float]], x: torch.Tensor) -> None:
-    """Print the aims beside what was measured."""
+    """Print the aims and the measured figures."""
     for name, least in AIMS.items():
         speed = x.numel() * x.element_size() / 1e9 / sum(found[name])
         outcome = "met" if speed >= least else "not met"

@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/exchanges.py --links 10mbit,100mbit --hosts 2,4
 
 Every round issues each exchange once in each way, in random order, between barriers. `one` is Gloo's
-collective, `two` the same in two halves side by side, `messages` what thinwire sends, with all receives
-posted first. Times are medians with quartiles, of the slowest rank. The floor is what the link needs for the
-bytes that rank 0 sends.
+collective, `two` the same in two concurrent halves, and `messages` thinwire's own exchange, with all receives
+posted first. Times are medians with quartiles, of the slowest rank. The floor is the time that the link needs
+for the bytes that rank 0 sends.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def exchanges(rank: int, size: int, sent: int) -> dict[str, Collective]:
 
 
 def in_halves(op: Collective, group: dist.ProcessGroup) -> None:
-    """Run a collective of Gloo's as two, side by side."""
+    """Run a collective of Gloo's as two concurrent halves."""
     size, works = group.size(), []
     rows = op.tensor.view(1 if isinstance(op, AllGather) else size, -1)
     for half in rows.chunk(2, dim=1):

@@ -1,4 +1,4 @@
-"""A job of replicas that are killed and come back, as processes of this machine, for soaks and tests."""
+"""A job of replicas that are killed and rejoin, as processes of this machine, for soaks and tests."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ class Plan:
     """The options of a job.
 
     Attributes:
-        folder: Where replicas write what they do.
+        folder: The folder in which replicas write their logs.
         program: The configuration, as Python text.
         replicas: The number of replicas.
         pause: Seconds added to each step.
@@ -75,7 +75,7 @@ class Job:
         self._lighthouse.shutdown()
 
     def start(self, place: int) -> None:
-        """Start a replica, again if it ran before."""
+        """Start or restart a replica."""
         self.lives[place] += 1
         args = (self.plan, place, self.lives[place], self._lighthouse.address(), self._minimum)
         self._processes[place] = self._context.Process(target=replica, args=args, daemon=True)
@@ -91,18 +91,18 @@ class Job:
         return not self._processes[place].is_alive()
 
     def exchanges(self, place: int) -> list[dict[str, Any]]:
-        """Return what a replica has written after each committed exchange of its present life."""
+        """Return the records that a replica wrote after each committed exchange of its present life."""
         path = self.plan.folder / f"{place}-{self.lives[place]}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def log(self, place: int, life: int) -> str:
-        """Return what thinwire has logged in a life of a replica."""
+        """Return thinwire's log of one life of a replica."""
         path = self.plan.folder / f"{place}-{life}.log"
         return path.read_text() if path.exists() else ""
 
     def await_(self, what: str, condition: Callable[[], bool], seconds: float = 120.0) -> float:
-        """Wait until a condition holds; return how long it took, or raise TimeoutError."""
+        """Wait until a condition holds; return the time that it took, or raise TimeoutError."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > seconds:
@@ -112,7 +112,7 @@ class Job:
         return time.monotonic() - began
 
     def end(self, seconds: float = 120.0) -> list[dict[str, Any]]:
-        """Let all replicas train some steps more and finalize; return their results."""
+        """Let all replicas train a few more steps and finalize; return their results."""
         latest = max(one["step"] for place in range(self.plan.replicas) for one in self.exchanges(place))
         part = self.plan.folder / "end.part"
         part.write_text(str(latest + 50))
@@ -123,7 +123,7 @@ class Job:
 
 
 def replica(plan: Plan, place: int, life: int, lighthouse: str, minimum: int) -> None:
-    """Train as one replica, from parameters of its own, until the job's end."""
+    """Train as one replica, from its own random parameters, until the job's end."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=plan.folder / f"{place}-{life}.log", level=logging.WARNING)
     logging.getLogger("thinwire").setLevel(logging.INFO)
@@ -169,7 +169,7 @@ def _train(plan: Plan, place: int, life: int, wire: Any, trained: tuple[Any, Any
 
 
 def _dying(average: Any, number: int) -> Any:
-    """Return a method that kills the process where others already send it their numbers."""
+    """Return a method that kills the process while others already send it data."""
 
     def dying(self: Any, work: Any) -> None:
         if self._replica.exchanges == number:

@@ -1,11 +1,11 @@
-"""A soak of live membership: replicas of one job are killed at random times, and come back.
+"""A soak of live membership. Replicas of one job are killed at random times, and rejoin.
 
     python benchmarks/live_soak.py --episodes 50 --minutes 20
 
-One job of three replicas trains on. In each episode a random replica is killed with SIGKILL at a random
-moment, between exchanges or in one. The others must commit exchanges without it, and with it again after its
-restart. No two replicas may ever differ in the anchors of an exchange. At the end all models must be equal.
-The last line has the number of episodes.
+One job of three replicas trains continuously. In each episode a random replica is killed with SIGKILL at a
+random moment, between exchanges or in one. The others must commit exchanges without it, and with it again
+after its restart. No two replicas may ever differ in the anchors of an exchange. At the end all models must
+be equal. The last line has the number of episodes.
 """
 
 import argparse

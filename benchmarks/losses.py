@@ -26,7 +26,7 @@ HELD_OUT = 16
 
 
 class Trained(NamedTuple):
-    """What a contestant reached."""
+    """The results of a contestant."""
 
     losses: list[float]
     """Held-out losses at the points that were asked for."""
@@ -40,7 +40,7 @@ class Counted:
         self.program, self.bytes_sent = program, 0
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Run the program, and count what it yields."""
+        """Run the program, and count the bytes of its collectives."""
         steps, received = self.program(bucket, memory), None
         while True:
             try:

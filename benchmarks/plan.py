@@ -135,7 +135,7 @@ def winner_is_right(found: list[Prediction]) -> bool:
 
 
 def conclude(cells: dict[str, list[Prediction]]) -> None:
-    """Print the errors of all cells, beside the aims."""
+    """Print the errors of all cells, with the aims."""
     errors = [abs(one.error() or 0.0) for found in cells.values() for one in found]
     right = statistics.mean(winner_is_right(found) for found in cells.values())
     middle, worst = statistics.median(errors), max(errors)

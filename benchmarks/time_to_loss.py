@@ -88,7 +88,7 @@ class Exchanges:
 
 
 class Training:
-    """Ranks that train copies of one model, averaging gradients or models as a configuration tells."""
+    """Ranks that train copies of one model, and average gradients or models as configured."""
 
     def __init__(self, workload: Workload, contestant: Any, world: int) -> None:
         model = workload.model()

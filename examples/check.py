@@ -1,4 +1,4 @@
-"""Run the examples with whatever thinwire is installed: `python examples/check.py`, also by `make dist`."""
+"""Run the examples with the installed thinwire: `python examples/check.py`, also by `make dist`."""
 
 import os
 import subprocess

@@ -59,7 +59,7 @@ class Job:
 
     def save(self, folder: Path, step: int) -> None:
         """Save a checkpoint of this step, and delete old ones. Its folder gets its name when complete."""
-        self.tell(f"saving step {step}")
+        self.report(f"saving step {step}")
         thinwire.save_checkpoint(folder / name_of(step), self.ddp, self.optimizer, self.wire, step=step)
         if self.rank == 0:
             for old in complete(folder)[:-KEEP]:
@@ -73,10 +73,10 @@ class Job:
             return 0
         path = folder / name_of(int(found))
         step: int = thinwire.load_checkpoint(path, self.ddp, self.optimizer, self.wire)["step"]
-        self.tell(f"resumed step {step}")
+        self.report(f"resumed step {step}")
         return step
 
-    def owed(self) -> torch.Tensor:
+    def residual(self) -> torch.Tensor:
         """Return the mean of all ranks' residuals, which compression has not sent yet."""
         ((inner,),) = self.wire.state_dict().values()
         slots = [(key, one) for slots in inner["memory"].values() for key, one in slots.items()]
@@ -85,9 +85,9 @@ class Job:
         dist.all_reduce(total)
         return total / self.size
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Print an event with the number of ranks and the residual, on rank 0."""
-        residual = self.owed()
+        residual = self.residual()
         if self.rank == 0:
             total, norm = residual.sum(), residual.norm()
             print(f"{what} ranks {self.size} residual {total:.6e} norm {norm:.6e}", flush=True)

@@ -8,7 +8,7 @@ import thinwire
 
 
 def main() -> None:
-    """Train for 50 steps, and print what was sent."""
+    """Train for 50 steps, and print the bytes sent."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))

@@ -9,7 +9,7 @@ from examples import tiny
 
 
 def main() -> None:
-    """Train for 32 steps with DiLoCo, and print what was sent."""
+    """Train for 32 steps with DiLoCo, and print the bytes sent."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(tiny.model())

@@ -1,4 +1,4 @@
-"""The import of torch without its warning about a missing numpy, and the way to its private members.
+"""The import of torch without its warning about a missing numpy, and access to its private members.
 
 thinwire's core does not use numpy, and the warning would precede the output of every command. Features that
 need numpy raise an error that says so, and `thinwire doctor` shows whether it is installed.
@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 
 def private(owner: object, name: str) -> Any:
-    """Return a private member of torch; raise UnavailableError if this version of torch has none."""
+    """Return a private member of torch; raise UnavailableError if this version of torch lacks it."""
     try:
         return getattr(owner, name)
     except AttributeError as error:

@@ -1,4 +1,4 @@
-"""The entry point, which sets up what a model's ranks exchange: `wire = attach(ddp, BF16())`."""
+"""The entry point, which sets up the exchange between a model's ranks: `wire = attach(ddp, BF16())`."""
 
 import contextlib
 import weakref
@@ -17,7 +17,7 @@ from thinwire.amp.loss_scale import ScalerOption, Scales
 from thinwire.amp.skip_overflows import skip_overflows
 from thinwire.ddp.internals import comm_hooks, uses_python_reducer
 from thinwire.ddp.model import Model, remove_handles
-from thinwire.ddp.reducer import Reducer, refuse_python_reducer
+from thinwire.ddp.reducer import Reducer, raise_python_reducer
 from thinwire.ddp.unwrap import ddp_of, find_ddp, is_wrapper
 from thinwire.engine.agreement import SetUp, decline, set_up_of
 from thinwire.engine.meter import Meter
@@ -66,33 +66,33 @@ def attach(
     options and parameters, and a difference raises on all of them.
 
     Args:
-        model: A DistributedDataParallel model that has no communication hook yet. Wrappers around it, of
-            `torch.compile` and of Lightning Fabric, are opened, and so is a module of `replicate`. `LocalSGD`
-            and its like accept a module without DDP, too: each rank trains its own, and all of them start
-            from the parameters and buffers of the first.
+        model: A DistributedDataParallel model that has no communication hook yet. Wrappers of `torch.compile`
+            and Lightning Fabric around it are unwrapped, and so is a module of `replicate`. Configurations
+            that average models, such as `LocalSGD`, also accept a module without DDP. Each rank then trains
+            its own replica, and all replicas start from the first rank's parameters and buffers.
         program: The program that averages each bucket, such as `Exact()` or `BF16()`. Or a configuration that
             averages models instead, such as `LocalSGD(period=8)` or `DiLoCo(period=32)`. Or a `Schedule`. Or
             `"auto"` for `Auto()`, which plans on the real network.
         replicas: The ranks that hold replicas of a model without DDP, as a process group or a mesh of one
             dimension. Default: all ranks. A DDP model has a process group of its own.
         rules: Other programs for some parameters, as `[("embed.*", BF16()), (Size(below=4096), Exact())]`.
-            The first that fits is used. Tensors of at most one dimension use `Exact()` unless a rule fits
-            them. `wire.explain()` shows the result.
-        optimizer: The optimizer, or all of them, that step this model. `LocalSGD` and its like need it,
-            because they average after its steps.
+            The first rule that fits a parameter is used. Tensors of at most one dimension use `Exact()`
+            unless a rule fits them. `wire.explain()` shows the result.
+        optimizer: The optimizer that steps this model, or a list of them. Configurations that average models,
+            such as `LocalSGD`, need it, because they average after its steps.
         timeout: Seconds (or a timedelta) that this rank waits for the others, in a collective or at the
             store, before it raises `WireError`. The job must then be restarted. A rank that evaluates, saves
-            a checkpoint or loads data keeps the others waiting in backward, so choose it well above the
+            a checkpoint or loads data keeps the others waiting in backward, so choose a limit well above the
             longest such pause. Default: the time limit of the model's process group, 30 minutes with Gloo.
         check_every: Compare a fingerprint of all parameters across ranks every `check_every` steps, and raise
-            `DriftError` naming the first that differs. Costs one pass over the parameters and 8 bytes per
-            parameter tensor and rank. With averaged models, it counts averages among all ranks instead of
-            steps. 0: never.
-        audit_every: Compare the compressed mean with the exact one every `audit_every` steps. That step sends
-            the exact mean in addition. `wire.audits()` keeps the errors by parameter. 0: never.
+            `DriftError` with the name of the first that differs. Costs one pass over the parameters and 8
+            bytes per parameter tensor and rank. With averaged models, it counts averages among all ranks
+            instead of steps. 0: never.
+        audit_every: Compare the compressed mean with the exact one every `audit_every` steps. An audited step
+            also sends the exact mean. `wire.audits()` keeps the errors by parameter. 0: never.
         max_error: The largest relative error that an audit accepts for any parameter. 0.5 is half of the
-            exact mean. With error feedback a larger error need not mean a loss, see `AuditRecord`.
-        on_excess: What to do on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
+            exact mean. With error feedback a larger error does not imply lost gradients, see `AuditRecord`.
+        on_excess: The action on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
             `AuditError`, or a program to continue with, such as `Exact()`.
         skip_overflows: Whether the optimizer skips a step whose gradients are non-finite on any rank, where
             no GradScaler is used. (A GradScaler skips such steps itself.)
@@ -109,7 +109,7 @@ def attach(
         AttachError: There is no DistributedDataParallel model in `model`, or it has a communication hook.
         OptionError: An option is not valid, or does not fit the model or the program.
         UnavailableError: DDP does not end backward itself, or has no buckets (`python_reducer`).
-        StateError: An optimizer was loaded with one rank's part of a state that was saved under `ZeRO`.
+        StateError: An optimizer was loaded with one rank's shard of a state that was saved under `ZeRO`.
         MismatchError: Ranks differ, or another rank raised. Raised on every other rank.
         WireError: A rank did not call it in time.
 
@@ -140,7 +140,7 @@ def attach(
     if replicas is not None:
         raise OptionError(
             f"replicas={replicas!r} is for models without DDP: a DistributedDataParallel model has a process"
-            " group of its own, and gradient programs need one; give it as process_group to DDP"
+            " group of its own, and gradient programs need one; pass it as process_group to DDP"
         )
     return _attach_ddp(ddp_of(model), plan, options)
 
@@ -179,7 +179,7 @@ def _attach_replica(model: ReplicaModel, plan: Plan, options: Options) -> Wire:
 def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
     if replicas is None:
         raise OptionError(
-            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: give the ranks that hold"
+            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: pass the ranks that hold"
             " the same shard of the other replicas, as attach(model, program, replicas=mesh['replicate']),"
             " with a mesh of dimensions 'replicate' and 'shard'"
         )
@@ -209,7 +209,7 @@ def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
 
 @contextlib.contextmanager
 def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
-    """Tell the other ranks of an error on this one, so that they raise at once instead of waiting."""
+    """Report an error on this rank to the others, so that they raise at once instead of waiting."""
     try:
         yield
     except ThinwireError as error:
@@ -218,7 +218,7 @@ def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
 
 
 def _set_up(model: AttachedModel, plan: Plan, options: Options) -> SetUp:
-    """Return what must be equal on all ranks."""
+    """Return the values that must be equal on all ranks."""
     return set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
 
 
@@ -266,7 +266,7 @@ def _register(runner: Runner, ddp: DistributedDataParallel) -> None:
 
 def _check_hooks(ddp: DistributedDataParallel) -> None:
     if uses_python_reducer(ddp):
-        refuse_python_reducer("torch._dynamo.config.optimize_ddp was 'python_reducer' when DDP was made")
+        raise_python_reducer("torch._dynamo.config.optimize_ddp was 'python_reducer' when DDP was made")
     for hook in comm_hooks(ddp):
         if hook is thinwire_hook:
             raise AttachError("this model has a wire already: use wire.swap(program) to change it")

@@ -62,4 +62,4 @@ class LabError(ThinwireError, RuntimeError):
 
 
 class UnavailableError(ThinwireError, RuntimeError):
-    """A feature that thinwire does not offer, or not in this set-up."""
+    """A feature that thinwire does not support, or not in this configuration."""

@@ -26,15 +26,15 @@ _KEYS = ("wire", "optimizers", "extra")
 class GatheredState:
     """The state of a wire on all ranks, gathered to rank 0, to be saved with any framework's checkpoint.
 
-    With averaged models and `ZeRO`, each rank's optimizer state is part of it. Load it after the model and
-    the optimizer: it replaces what rank 0 has saved of them by each rank's own. It loads on any number of
+    With averaged models and `ZeRO`, it contains each rank's optimizer state. Load it after the model and the
+    optimizer, because it replaces the state that rank 0 saved by each rank's own. It loads on any number of
     ranks. Rank 0 holds all ranks' states in CPU memory while they are saved. To avoid that, use
     `save_checkpoint`.
 
     Args:
-        wire: What `attach` returned.
-        everywhere: Whether every rank receives all states, and not rank 0 alone, for checkpoints that one
-            rank of each node writes to a disk of its own.
+        wire: The wire that `attach` returned.
+        everywhere: Whether every rank receives all states, instead of rank 0 only. It is meant for
+            checkpoints that one rank of each node writes to a local disk.
         **extra: Further objects whose state differs from rank to rank, with state_dict and load_state_dict.
             With averaged models, a GradScaler is one.
 
@@ -89,10 +89,10 @@ class GatheredState:
 
     @torch.inference_mode(False)  # loaded tensors are updated in place later
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the states of all ranks; every rank must call it, before the first backward.
+        """Load the states of all ranks; every rank must call it, before the first backward.
 
         Args:
-            state: What `state_dict` returned on rank 0, after the model and the optimizer were loaded.
+            state: The result of `state_dict` on rank 0. Load the model and the optimizer first.
 
         Raises:
             StateError: The state does not fit. Other ranks raise MismatchError.
@@ -121,8 +121,8 @@ def _checked(state: object) -> dict[str, Any]:
     """Return the states by key; raise StateError unless they are those of all ranks of one job."""
     if not isinstance(state, Mapping) or "wire" not in state:
         raise StateError(
-            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: give what its"
-            " state_dict() returned on rank 0"
+            f"a {type(state).__name__} without 'wire' is not a state of GatheredState: pass the"
+            " result of its state_dict() on rank 0"
         )
     if state.get("format") != FORMAT:
         raise StateError(
@@ -133,7 +133,7 @@ def _checked(state: object) -> dict[str, Any]:
         size, found = by_rank(one)
         if len(found) != size:
             raise StateError(
-                f"{key!r} has the states of {len(found)} of {size} ranks: save what state_dict() returns on"
-                " rank 0, or give everywhere=True if another rank saves it"
+                f"{key!r} has the states of {len(found)} of {size} ranks: save the result of state_dict() on"
+                " rank 0, or pass everywhere=True if another rank saves it"
             )
     return states

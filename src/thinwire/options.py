@@ -44,7 +44,7 @@ class Options:
 
         Raises:
             OptionError: An option is not valid, or does not fit the model or the program.
-            StateError: An optimizer holds a part of its state, which ZeRO has saved on another rank.
+            StateError: An optimizer holds a shard of its state that ZeRO saved on another rank.
         """
         optimizers = optimizers_of(self.optimizer, model.parameters())
         check_dense(model)
@@ -98,7 +98,7 @@ def optimizers_of(given: object, parameters: Mapping[str, torch.Tensor]) -> list
     for optimizer in optimizers:
         if not own & {id(one) for group in optimizer.param_groups for one in group["params"]}:
             raise OptionError(
-                f"optimizer={type(optimizer).__name__} holds none of the model's parameters: give the one"
+                f"optimizer={type(optimizer).__name__} holds none of the model's parameters: pass the one"
                 " that steps this model"
             )
     return optimizers
@@ -121,7 +121,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     if hooks is None:
         raise OptionError(
             f"optimizer={type(optimizer).__name__} runs no step hooks, so thinwire cannot detect its steps:"
-            " give the optimizer that it wraps, or call super().__init__() in its constructor"
+            " pass the optimizer that it wraps, or call super().__init__() in its constructor"
         )
     return optimizer
 
@@ -134,7 +134,7 @@ def check_dense(model: AttachedModel) -> None:
         if name is not None and isinstance(module, Embedding | EmbeddingBag) and module.sparse:
             raise OptionError(
                 f"{name} has sparse gradients ({type(module).__name__} with sparse=True), which thinwire does"
-                " not exchange: make it with sparse=False, or have DDP leave it out by"
+                " not exchange: make it with sparse=False, or make DDP ignore it with"
                 " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
             )
 
@@ -157,12 +157,12 @@ def check_skipping(
         raise OptionError(f"skip_overflows={skip_overflows!r} must be True or False")
     if skip_overflows and not reduces_gradients:
         raise OptionError(
-            "skip_overflows=True looks at means of gradients, and a module without DDP exchanges none: give"
-            " the loss a GradScaler, or check the loss before the step"
+            "skip_overflows=True checks the means of gradients, and a module without DDP exchanges none: use"
+            " a GradScaler, or check the loss before the step"
         )
     if skip_overflows and not optimizers:
         raise OptionError(
-            "skip_overflows=True needs the optimizer whose steps to skip: give it, as in"
+            "skip_overflows=True needs the optimizer whose steps to skip: pass it, as in"
             " attach(ddp, ..., optimizer=optimizer)"
         )
     if skip_overflows and any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
@@ -182,7 +182,7 @@ def check_scaler(scaler: object) -> None:
 
 
 def time_limit_of(timeout: timedelta | float | None) -> timedelta | None:
-    """Return the time limit as a timedelta; None stands for that of the process group."""
+    """Return the time limit as a timedelta, or None for the limit of the process group."""
     if timeout is None:
         return None
     try:

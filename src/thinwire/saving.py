@@ -50,12 +50,12 @@ def save_checkpoint(
     leaves the old one, which `load_checkpoint` finds.
 
     Args:
-        folder: Where to save, on a file system that all ranks share.
+        folder: The folder to write, on a file system that all ranks share.
         model: The model that was attached.
         optimizer: Its optimizer, or all of them, in the same order as at load.
-        wire: What `attach` returned.
-        **extra: Further state by name: objects with state_dict and load_state_dict, such as a scheduler or a
-            GradScaler, and plain values, such as a step. Each rank saves its own.
+        wire: The wire that `attach` returned.
+        **extra: Further state by name. Objects with state_dict and load_state_dict, such as a scheduler or a
+            GradScaler, are allowed, and so are plain values, such as a step. Each rank saves its own.
 
     Returns:
         The folder's absolute path.
@@ -99,22 +99,22 @@ def load_checkpoint(
     wire: Wire,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` saved, on any number of ranks; every rank must call it.
+    """Load a checkpoint of `save_checkpoint`, on any number of ranks; every rank must call it.
 
     Valid before the first backward, with the program that was saved. To run another, swap afterwards.
 
     Args:
-        folder: Where it was saved.
+        folder: The folder of the checkpoint.
         model: The model that was attached. Load after wrapping it, because wrapping copies rank 0's
             parameters to all ranks.
         optimizer: Its optimizer, or all of them.
-        wire: What `attach` returned.
+        wire: The wire that `attach` returned.
         **extra: The objects to load, by the names that they were saved under. With another number of ranks,
-            the saved states of an object must be equal. Of GradScalers, the one with the least scale is
-            taken. Wrap other objects in `PerRank(..., merge=...)` for both calls.
+            the saved states of an object must be equal. Of GradScalers, the state with the smallest scale is
+            loaded. Wrap other objects in `PerRank(..., merge=...)` for both calls.
 
     Returns:
-        The `extra` that was saved and is not given here: plain values, and states of objects.
+        The saved `extra` that is not passed here: plain values, and states of objects.
 
     Raises:
         OptionError: An object has no load_state_dict.
@@ -164,8 +164,8 @@ def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
         return Model(ddp_of(model))
     if own.module(what) is not model:
         raise OptionError(
-            f"{what} was given another {type(model).__name__} than the one that the wire is attached to: give"
-            " what was given to attach"
+            f"{what} was called with another {type(model).__name__} than the one that the wire is attached"
+            " to: pass the model that was passed to attach"
         )
     return own
 
@@ -176,10 +176,10 @@ def _parts(
     wire: Wire,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return this rank's state for DCP, without the wire's.
+    """Return this rank's state for DCP, except the wire's.
 
-    DCP stores a key of several ranks once, and takes each tensor from another rank. So what ranks share is
-    given by rank 0 alone, and what differs is under a key that names the rank.
+    DCP stores a key that several ranks give once, and takes each of its tensors from a different rank. Only
+    rank 0 therefore gives the state that ranks share. State that differs is under a key that names the rank.
     """
     rank, size = target.group.rank(), target.group.size()
     strategy = wire._runner.strategy
@@ -202,7 +202,7 @@ def _parts(
 
 
 def _check_numpy(size: int) -> None:
-    """Raise UnavailableError if several ranks save without numpy, by which torch exchanges objects."""
+    """Raise UnavailableError if several ranks save without numpy, which torch needs to exchange objects."""
     if size > 1 and importlib.util.find_spec("numpy") is None:
         raise UnavailableError(
             f"save_checkpoint on {size} ranks needs numpy, which torch.distributed.checkpoint uses to plan"
@@ -215,7 +215,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_state(path: Path, rank: int, size: int) -> dict[str, Any]:
-    """Return the model state that a rank has saved for itself, or the mean of all ranks' if they changed."""
+    """Return the model state that a rank saved, or the mean of all ranks' if the number of ranks changed."""
     states = find_states(path, _REPLICAS)
     return means(list(choose(states, rank, size)[1].values())) if states else {}
 
@@ -266,7 +266,7 @@ def _prepare(path: Path, unfinished: Path) -> None:
     others = [path] if path.is_file() else list(path.iterdir()) if path.exists() else []
     if others and not (path / ".metadata").exists():
         raise StateError(
-            f"{str(path)!r} is not a checkpoint, and saving would replace it: give a folder of its own, such"
+            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder of its own, such"
             f" as {str(path / 'checkpoint')!r}"
         )
 

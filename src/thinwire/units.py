@@ -32,7 +32,7 @@ def parse_rate(text: str, option: str = "rate") -> float:
     wanted = "write a number of bits a second with its unit, such as 10mbit, 2.5gbit or unlimited"
     rate = _parse(text.strip().lower().removesuffix("/s"), _RATES, option, text, wanted)
     if rate <= 0:
-        raise OptionError(f"{option}={text!r} carries nothing: give a rate above 0, such as 100mbit")
+        raise OptionError(f"{option}={text!r} must be above 0: pass a rate, such as 100mbit")
     return rate
 
 

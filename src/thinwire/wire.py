@@ -22,9 +22,9 @@ from thinwire.strategies.schedule import Stage
 
 
 class Wire:
-    """The handle that `attach` returns, to inspect and change what a model's ranks exchange.
+    """The handle that `attach` returns, to inspect and change the exchange between a model's ranks.
 
-    It does not keep the model alive. The wire thread ends with the model.
+    The handle does not keep the model alive. The wire thread ends with the model.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -47,7 +47,10 @@ class Wire:
         return self._runner.steps.count
 
     def stats(self) -> Stats:
-        """Return bytes and times so far: totals, and the latest steps in full.
+        """Return bytes and times so far.
+
+        Returns:
+            Totals since `attach`, and the records of the latest `history` steps.
 
         Example::
 
@@ -56,11 +59,19 @@ class Wire:
         return self._runner.reducer.engine.stats()
 
     def audits(self) -> tuple[AuditRecord, ...]:
-        """Return the latest audits, if `audit_every` was given: errors and residuals by parameter."""
+        """Return the latest audits.
+
+        Returns:
+            The errors and residuals by parameter, oldest audit first. Empty without `audit_every`.
+        """
         return tuple(self._runner.context.auditor.records)
 
     def explain(self) -> str:
-        """Return a table of which program each parameter uses, and why, and the size of DDP's buckets."""
+        """Return a table of which program each parameter uses, and why.
+
+        Returns:
+            The table, and a line about the size of DDP's buckets.
+        """
         runner = self._runner
         model, program = runner.context.model, runner.config.gradient_program()
         model.module("explain")
@@ -97,7 +108,12 @@ class Wire:
             self._runner.swap(program)
 
     def disable(self) -> None:
-        """Return to the exact mean; the same as `swap(Exact())`."""
+        """Return to the exact mean; the same as `swap(Exact())`.
+
+        Raises:
+            AttachError: Called during backward, or after the model is gone.
+            UnavailableError: The model runs `ZeRO`, which cannot be swapped out.
+        """
         self.swap(Exact())
 
     def finalize(self) -> None:
@@ -121,8 +137,9 @@ class Wire:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all of the model's gradients by their norm, as `torch.nn.utils.clip_grad_norm_`.
 
-        Call it on every rank. With `ZeRO` every rank holds only the gradients of its own parameters, so that
-        torch's function would clip by a part of the norm. Earlier changes of gradients are kept.
+        Call it on every rank. With `ZeRO` every rank holds only the gradients of its own parameters, so
+        torch's function would clip by a part of the norm. Changes that were made to the gradients before are
+        kept.
 
         Args:
             max_norm: The largest norm after clipping.
@@ -143,6 +160,9 @@ class Wire:
         Args:
             to: The rank that receives the state.
 
+        Returns:
+            The state on rank `to`, None on other ranks.
+
         Raises:
             OptionError: `to` is not a rank of the model's group.
         """
@@ -160,6 +180,9 @@ class Wire:
         own optimizer too. Exchanges in flight are completed and saved, and so are this rank's parameters
         while models differ. The key, such as `"rank 0 of 2"`, keeps ranks separate in
         `torch.distributed.checkpoint`. With FSDP2 ranks number replicas, under a key that names the shard.
+
+        Returns:
+            A dict that `torch.load(..., weights_only=True)` accepts.
 
         Raises:
             AttachError: Called during backward.
@@ -186,15 +209,15 @@ class Wire:
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, keep_buckets: bool = True
     ) -> None:
-        """Continue from a saved state of the same program; every rank must call it, each with its own state.
+        """Load a saved state of the same program; every rank must call it, each with its own state.
 
         Valid before the first backward, after the model and the optimizer were loaded. With another number of
         ranks than at the save, give every rank all ranks' states, as a list or as `read_states` reads them.
-        State that ranks shared is kept. Residuals and models that differed become their mean, so nothing is
-        lost.
+        Shared state is kept. Residuals and models that differ between ranks are replaced by their mean, so
+        nothing is lost.
 
         Args:
-            state: What `state_dict` returned on this rank, or all ranks' states.
+            state: The result of `state_dict` on this rank, or all ranks' states.
             keep_buckets: Whether parameters are exchanged in the groups that were saved, so that results are
                 equal bit by bit. False takes DDP's new buckets, as after a change of `bucket_cap_mb`.
 

@@ -117,7 +117,7 @@ def test_wrong_options(options: Any, message: str) -> None:
 
 
 def test_it_cannot_be_a_stage_of_a_schedule() -> None:
-    with pytest.raises(OptionError, match="cannot be a stage: it chooses what runs by itself"):
+    with pytest.raises(OptionError, match="cannot be a stage: it chooses its program by itself"):
         thinwire.Schedule({0: thinwire.Exact(), 10: thinwire.Auto()})
 
 

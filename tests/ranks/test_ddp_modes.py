@@ -1,6 +1,5 @@
 """Whatever DDP can do, it does the same with a wire: bit by bit what plain DDP computes."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp, own
 from thinwire.ddp_comm_hooks.optimizer_overlap_hooks import register_optimizer_overlap
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from thinwire.engine.process_group import torch_version
 
 WIDTH = 24
 TINY_BUCKETS = 0.002  # MB: one or two tensors each
@@ -290,110 +288,6 @@ def two_models(rank: int, world_size: int) -> None:
 
 def test_two_models_in_one_process() -> None:
     run_ranks(two_models, 2)
-
-
-class Odd(nn.Module):
-    """Parameters of one element, of none, of no dimension, and complex ones."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
-        self.one = nn.Parameter(torch.randn(1, dtype=dtype))
-        self.scalar = nn.Parameter(torch.randn((), dtype=dtype))
-        self.nothing = nn.Parameter(torch.empty(0, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = x.to(self.weight.dtype) * self.weight * self.one * self.scalar
-        return product + self.nothing.sum()
-
-
-REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-def dtypes(rank: int, world_size: int, kinds: list[torch.dtype]) -> None:
-    for dtype in kinds:
-        for exact_program in (thinwire.Exact(), Staged()):
-            both_ways(rank, functools.partial(Odd, dtype), program=exact_program, bucket_cap_mb=1e-5)
-        for cast_program in (thinwire.FP16(), thinwire.BF16()):
-            ddp = DDP(Odd(dtype), bucket_cap_mb=1e-5)
-            thinwire.attach(ddp, cast_program)
-            exact = train(DDP(Odd(dtype), bucket_cap_mb=1e-5), rank, steps=1)[0]
-            torch.testing.assert_close(train(ddp, rank, steps=1)[0], exact, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("kinds", [REAL, [torch.complex64]], ids=["real", "complex"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_dtypes_and_odd_parameters(world_size: int, kinds: list[torch.dtype]) -> None:
-    if kinds == [torch.complex64] and torch_version() < (2, 9):
-        pytest.skip(f"DDP of torch {torch.__version__} cannot broadcast complex parameters by Gloo (2.9 can)")
-    run_ranks(dtypes, world_size, kinds)
-
-
-class Empty(nn.Module):
-    """Its second bucket holds nothing at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight + self.nothing.sum().float()
-
-
-def empty_bucket(rank: int, world_size: int) -> None:
-    for program in (thinwire.Exact(), Staged()):
-        assert both_ways(rank, Empty, program=program) >= 2
-
-
-def test_an_empty_bucket() -> None:
-    run_ranks(empty_bucket, 2)
-
-
-def channels_last(rank: int, world_size: int) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        for parameter in model.parameters():
-            if parameter.dim() == 4:
-                parameter.data = parameter.data.to(memory_format=torch.channels_last)
-        return model
-
-    def images(rank: int, step: int) -> torch.Tensor:
-        return batch(rank, step, width=3 * 8 * 8).view(-1, 3, 8, 8).to(memory_format=torch.channels_last)
-
-    plain, wired = DDP(build()), DDP(build())
-    thinwire.attach(wired, Staged())
-    for expected, got in zip(train(plain, rank, make=images), train(wired, rank, make=images), strict=True):
-        assert torch.equal(expected, got)
-
-
-def test_channels_last_parameters() -> None:
-    run_ranks(channels_last, 2)
-
-
-def frozen(rank: int, world_size: int) -> None:
-    """Some parameters frozen before DDP is made, some after, some ignored by it."""
-
-    def run(attached: bool) -> torch.Tensor:
-        model = mlp()
-        model[0].bias.requires_grad_(False)
-        DDP._set_params_and_buffers_to_ignore_for_model(model, ["4.bias"])
-        ddp = DDP(model, bucket_cap_mb=TINY_BUCKETS, find_unused_parameters=True)
-        model[2].weight.requires_grad_(False)
-        if attached:
-            thinwire.attach(ddp, Staged(), check_every=1)
-        for step in range(3):
-            ddp(batch(rank, step)).square().mean().backward()
-        return flat_gradients(model)
-
-    assert torch.equal(run(attached=True), run(attached=False))
-
-
-def test_frozen_and_ignored_parameters() -> None:
-    run_ranks(frozen, 2)
 
 
 def checkpointed(rank: int, world_size: int) -> None:

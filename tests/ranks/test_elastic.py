@@ -89,8 +89,8 @@ def all_resumed(rank: int, world_size: int, folder: str) -> list[tuple[torch.Ten
             warnings.simplefilter("ignore")
             job = elastic.Job(program)
             assert job.resume(Path(f"{folder}/{number}")) == 6
-            owed = job.owed()
-        results.append((owed, *trained(rank, world_size, f"{folder}/{number}", program, 8)))
+            residual = job.residual()
+        results.append((residual, *trained(rank, world_size, f"{folder}/{number}", program, 8)))
     return results
 
 

@@ -103,7 +103,7 @@ def mistaken(rank: int, world_size: int) -> None:
     assert sorted(saved["wire"]) == (["rank 0 of 2", "rank 1 of 2"] if rank == 0 else ["rank 1 of 2"])
     again = Job(thinwire.Int8())
     for wrong, message in (
-        (saved if rank == 1 else None, r"1 of 2 ranks: save what state_dict\(\) returns on rank 0|NoneType"),
+        (saved if rank == 1 else None, r"1 of 2 ranks: save the result of state_dict\(\) on rank 0|NoneType"),
         ({**saved, "format": 9}, "format 9 is not 1"),
         (job.wire.state_dict(), "without 'wire' is not a state of GatheredState"),
     ):

@@ -1,6 +1,5 @@
-"""PowerSGD on simulated ranks."""
+"""PowerSGD on simulated ranks: what it sends, that nothing is lost, and how well it approximates."""
 
-import itertools
 import math
 from contextlib import suppress
 from typing import Any
@@ -10,93 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire import Bucket, Memory, OptionError, PowerSGD, Warmup
-from thinwire.engine.simulate import Simulation, simulate
+from tests.powersgd import SHAPES, Ranks, low_rank, mean_of
+from thinwire import Memory, OptionError, PowerSGD, Warmup
 from thinwire.programs.lowrank import orthonormal
-
-SHAPES = {
-    "w": (12, 9),
-    "v": (12, 9),
-    "tall": (20, 4),
-    "conv": (6, 4, 3),
-    "bias": (7,),
-    "scalar": (),
-    "none": (0, 3),
-}
-
-
-class Ranks:
-    """Some ranks that average gradients by a program, step after step."""
-
-    def __init__(
-        self,
-        program: Any,
-        world_size: int,
-        shapes: dict[str, tuple[int, ...]] = SHAPES,
-        dtype: torch.dtype = torch.float32,
-        buckets: int = 1,
-    ) -> None:
-        self.program = program
-        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-        self.memories = [Memory() for _ in range(world_size)]
-        self.dtype = dtype
-        self.step = 0
-        names = list(shapes)
-        self.buckets = [names[start::buckets] for start in range(buckets)]
-
-    def gradients(self, seed: int) -> list[dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
-        return [
-            {
-                name: torch.randn(shape, generator=generator).to(self.dtype)
-                for name, shape in self.shapes.items()
-            }
-            for _ in self.memories
-        ]
-
-    def average(self, gradients: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """One step; all ranks must receive the same."""
-        simulation = self.run(gradients)
-        means = [
-            {
-                name: part
-                for names, outcome in zip(self.buckets, results, strict=True)
-                for name, part in self.bucket(names, outcome.mean, 0, 0).views().items()
-            }
-            for results in simulation.results
-        ]
-        for name, own in itertools.product(self.shapes, means):
-            assert torch.equal(own[name].nan_to_num(), means[0][name].nan_to_num()), f"{name}: ranks differ"
-        return means[0]
-
-    def run(self, gradients: list[dict[str, torch.Tensor]]) -> Simulation:
-        programs, staged = [], [memory.staged() for memory in self.memories]
-        for rank, (own, memory) in enumerate(zip(gradients, staged, strict=True)):
-            flat = [torch.cat([own[name].flatten() for name in names]) for names in self.buckets]
-            buckets = [
-                self.bucket(n, f, i, rank) for i, (n, f) in enumerate(zip(self.buckets, flat, strict=True))
-            ]
-            programs.append([self.program(bucket, memory) for bucket in buckets])
-        self.step += 1
-        simulation = simulate(programs)
-        # As in training: a step with a mean that is not finite is rolled back.
-        if all(outcome.mean.isfinite().all() for results in simulation.results for outcome in results):
-            for memory in staged:
-                memory.commit()
-        return simulation
-
-    def bucket(self, names: list[str], flat: torch.Tensor, index: int, rank: int) -> Bucket:
-        shapes = tuple(self.shapes[name] for name in names)
-        return Bucket(index, flat, tuple(names), shapes, rank, len(self.memories), self.step)
-
-    def residual(self, name: str) -> torch.Tensor:
-        """The mean of all ranks' residuals."""
-        empty = torch.zeros(self.shapes[name], dtype=self.dtype)
-        return torch.stack([memory.slot(name, "residual", empty.clone) for memory in self.memories]).mean(0)
-
-
-def mean_of(gradients: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
-    return torch.stack([own[name] for own in gradients]).mean(0)
 
 
 @given(
@@ -123,12 +38,6 @@ def test_nothing_is_lost(world_size: int, buckets: int, **options: Any) -> None:
     tolerance = 0.1 if lossy else 1e-4
     for name in SHAPES:
         torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=tolerance)
-
-
-def low_rank(n: int, m: int, rank: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(size, rank, generator=generator, dtype=torch.float64) for size in (n, m))
-    return left @ right.T
 
 
 @given(st.integers(1, 4), st.integers(0, 10**6))
@@ -204,66 +113,6 @@ def test_rebuilt_buckets_lose_nothing() -> None:
         expected, got = steady.average(steady.gradients(seed)), rebuilt.average(rebuilt.gradients(seed))
         for name in SHAPES:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("rank", [1, 3, 100])
-def test_degenerate_matrices_never_give_a_nan(dtype: torch.dtype, flatten: bool, rank: int) -> None:
-    shapes: dict[str, tuple[int, ...]] = {
-        "zero": (8, 6),
-        "columns": (8, 6),
-        "row": (1, 9),
-        "column": (9, 1),
-        "one": (1, 1),
-        "tiny": (5, 5),
-    }
-    program = PowerSGD(rank=rank, min_compression=0.01, flatten=flatten, warmup=0)
-    ranks = Ranks(program, 3, shapes, dtype)
-    for seed in range(3):
-        gradients = ranks.gradients(seed)
-        for own in gradients:
-            own["zero"].zero_()
-            own["columns"][:, 1:] = 0
-            own["tiny"] *= 1e-7
-        mean = ranks.average(gradients)
-        assert all(part.isfinite().all() for part in mean.values())
-        assert all(ranks.residual(name).isfinite().all() for name in shapes)
-
-
-def test_a_gradient_that_was_zero_is_followed_again() -> None:
-    ranks = Ranks(
-        PowerSGD(rank=2, min_compression=1, error_feedback=False, warmup=0), 2, {"w": (12, 9)}, torch.float64
-    )
-    for _ in range(3):
-        ranks.average([{"w": torch.zeros(12, 9, dtype=torch.float64)}] * 2)
-    matrix = low_rank(12, 9, 2, 0)
-    for _ in range(3):
-        mean = ranks.average([{"w": matrix.clone()}] * 2)
-    torch.testing.assert_close(mean["w"], matrix)
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", ["w", "bias"])
-@pytest.mark.parametrize(
-    "options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}, {"residual": "sent"}], ids=str
-)
-def test_an_overflow_reaches_ddp_and_leaves_no_trace(bad: float, place: str, options: dict[str, Any]) -> None:
-    clean, hurt = (Ranks(PowerSGD(rank=2, min_compression=1, warmup=0, **options), 3) for _ in range(2))
-    for seed in range(2):
-        clean.average(clean.gradients(seed))
-        hurt.average(hurt.gradients(seed))
-    before = [memory.state_dict() for memory in hurt.memories]
-    gradients = hurt.gradients(99)
-    gradients[1][place].view(-1)[2] = bad
-    mean = hurt.average(gradients)
-    assert not torch.cat([part.flatten() for part in mean.values()]).isfinite().all()
-    for old, memory in zip(before, hurt.memories, strict=True):
-        for name, slots in memory.state_dict().items():
-            assert all(torch.equal(tensor, old[name][key]) for key, tensor in slots.items())
-    hurt.step = clean.step
-    expected, got = clean.average(clean.gradients(5)), hurt.average(hurt.gradients(5))
-    assert all(torch.equal(expected[name], got[name]) for name in SHAPES)
 
 
 def collectives(program: PowerSGD, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
@@ -348,22 +197,6 @@ def test_a_basis_is_orthonormal_whatever_it_is_made_from(
     rows[1, rank // 2 :] = 0
     basis = orthonormal(rows)
     torch.testing.assert_close(basis @ basis.mT, torch.eye(rank).expand(2, -1, -1), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank=0 must be at least 1"),
-        ({"rank": 1.5}, "rank=1.5"),
-        ({"min_compression": 0}, "min_compression=0 must be positive"),
-        ({"residual": "none"}, "residual='none' must be"),
-        ({"factor_dtype": "int8"}, "factor_dtype='int8' must be"),
-        ({"warmup": -1}, "warmup=-1 must be a whole number"),
-    ],
-)
-def test_bad_options_are_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        PowerSGD(**options)
 
 
 def test_warm_up_is_exact_first_and_then_the_program() -> None:

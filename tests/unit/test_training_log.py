@@ -9,7 +9,7 @@ import pytest
 from thinwire import StateError
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import summarise
-from thinwire.report.training_words import notes, parameter_rows, told, trust, worth
+from thinwire.report.training_words import event_text, notes, parameter_rows, trust, worth
 from thinwire.telemetry.log import Log, is_log
 from thinwire.telemetry.sinks import Row
 
@@ -146,8 +146,9 @@ def test_actions_are_told_with_step_and_cause_and_the_same_again_is_one() -> Non
         audit(19, {"w": None}, "raised"),
     ]
     first, last = summarise(Log.of([exchange(0), *rows])).events
-    assert told(first).startswith("Steps 4 to 14: warned 2 times; at worst, at step 14, because the mean")
-    assert told(last).startswith("Step 19: raised, because the exact mean of w was zero")
+    said = "Steps 4 to 14: warned 2 times; at worst, at step 14, because the mean"
+    assert event_text(first).startswith(said)
+    assert event_text(last).startswith("Step 19: raised, because the exact mean of w was zero")
 
 
 def test_parameters_stand_by_their_latest_error_the_worst_first() -> None:

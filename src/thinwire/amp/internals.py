@@ -7,7 +7,7 @@
 | `GradScaler._per_optimizer_states` | whether it has unscaled gradients, and found infinities | 2.6 |
 | `Optimizer._step_supports_amp_scaling` | whether it calls `step` even with infinities | 2.6 |
 
-Since: the oldest version that was looked at and has it. All are in 2.6, 2.9, 2.13 and 2.15.
+Since: the oldest inspected version that has it. All are in 2.6, 2.9, 2.13 and 2.15.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def forget_steps_since_change(scaler: GradScaler) -> None:
 
 
 def progress_of(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return what a scaler has done with an optimizer's gradients since its last update, if anything.
+    """Return a scaler's record of an optimizer's gradients since its last update, if there is one.
 
     Returns:
         A dictionary with `stage` and `found_inf_per_device`.

@@ -61,17 +61,17 @@ class Units:
     """Whether residuals were labelled with the scale of another scaler."""
 
 
-def refuse_scalers(way_out: str) -> None:
-    """Raise UnavailableError if a GradScaler is in use, which unscales too late for a step in backward."""
+def check_no_scaler(instead: str) -> None:
+    """Raise UnavailableError if a GradScaler is in use. It would unscale after the step inside backward."""
     if living_scalers():
         raise UnavailableError(
             "a GradScaler is in use, but the step is inside backward, before it could unscale gradients:"
-            f" train in bf16 without one, or {way_out}"
+            f" train in bf16 without one, or {instead}"
         )
 
 
 class Scales:
-    """The scale of one model's loss, from the scaler that was given or the one that steps its optimizer.
+    """The scale of one model's loss, from the given scaler or the one that steps the model's optimizer.
 
     Before the first step, and after that scaler was dropped, the only scaler in use in the process is taken.
     Where there are several, or gc.freeze() may hide one, residuals are left as they are.
@@ -79,7 +79,7 @@ class Scales:
 
     def __init__(self, scaler: ScalerOption = "auto") -> None:
         self.named = not isinstance(scaler, str)
-        """Whether the user gave a scaler, or None."""
+        """Whether the user passed `scaler`, be it a scaler or None."""
         self._scaler = weakref.ref(scaler) if isinstance(scaler, GradScaler) else None
         self._seen = self.named
         self._searched = self._hidden = False
@@ -105,7 +105,7 @@ class Scales:
         weakref.finalize(model, handle.remove)
 
     def _stepped_by(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
-        """Take the scaler that steps an optimizer: gradients, and the step's residuals, have its scale."""
+        """Adopt the scaler that steps an optimizer. Gradients and the step's residuals have its scale."""
         held, self._exchanged = None if self._scaler is None else self._scaler(), False
         if scaler is None and held is not None and progress_of(held, optimizer) is not None:
             scaler = held  # it has unscaled these gradients, and the loop calls optimizer.step() itself
@@ -137,11 +137,11 @@ class Scales:
         return scale_of(scaler)
 
     def _search(self, after_overflow: bool) -> GradScaler | None:
-        """Take the only scaler in the process, until one is detected to step this model."""
+        """Return the only scaler in the process, until one is detected to step this model."""
         self._searched, self._seen, found = True, False, living_scalers()
         if len(found) > 1 and after_overflow:
             logger.warning(
-                "%d GradScalers are in use: give this model's own, as in attach(..., scaler=scaler), so that"
+                "%d GradScalers are in use: pass this model's own, as in attach(..., scaler=scaler), so that"
                 " residuals follow its scale",
                 len(found),
             )
@@ -167,12 +167,12 @@ class Scales:
         self.bring_together([tuple(one) if one else None for one in standings])
 
     def bring_together(self, standings: Sequence[tuple[float, int] | None]) -> None:
-        """Set this rank's scaler to the least of all ranks' scales, if they differ.
+        """Set this rank's scaler to the smallest of all ranks' scales, if they differ.
 
         Otherwise gradients of different scales would be averaged, now or as soon as one scaler changes.
 
         Args:
-            standings: What `standing` returned on each rank.
+            standings: The result of `standing` on each rank.
         """
         scaler = None if self._scaler is None else self._scaler()
         known = [one for one in standings if one is not None]
@@ -187,7 +187,7 @@ def _holds_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 
 def _calling_scaler(frame: FrameType | None) -> GradScaler | None:
-    """Return the scaler in whose `step` this runs, if any; it passes the optimizer no reference to itself."""
+    """Return the scaler whose `step` is on the call stack, if any. The optimizer gets no reference to it."""
     while frame is not None:
         if frame.f_code.co_name == "step":
             caller = frame.f_locals.get("self")

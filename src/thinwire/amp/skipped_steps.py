@@ -12,16 +12,16 @@ from thinwire.amp.internals import SUPPORTS_SCALING, progress_of, supports_scali
 
 
 class SkippedSteps:
-    """A watch on one optimizer, which calls `skipped` when a GradScaler is about to skip its step.
+    """A monitor of one optimizer, which calls `skipped` when a GradScaler is about to skip its step.
 
     A GradScaler does not call `step` where gradients overflowed, so no step hook runs. The other ranks, which
     wait to average, would wait until this one's next forward. If the training loop has a collective of its
     own before that, they would deadlock.
 
-    Optimizers that handle scales themselves (fused ones) are always called, and need no watch. Of the others,
-    the scaler reads `_step_supports_amp_scaling`. Here that attribute is a false value that inspects the
-    scaler when it is read. The scaler itself still unscales and skips the step, so wrappers of `step` work as
-    without thinwire.
+    Optimizers that handle scales themselves (fused ones) are always called, and need no monitor. For the
+    others, the scaler reads `_step_supports_amp_scaling`. This class sets that attribute to a false value
+    that inspects the scaler when it is read. The scaler itself still unscales and skips the step, so wrappers
+    of `step` work as without thinwire.
 
     Args:
         optimizer: The optimizer to watch.
@@ -39,7 +39,7 @@ class SkippedSteps:
             setattr(optimizer, SUPPORTS_SCALING, self._answer)
 
     def remove(self) -> None:
-        """End the watch, and restore the optimizer."""
+        """Stop monitoring, and restore the optimizer."""
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.listeners.remove(self._skipped)

@@ -1,4 +1,4 @@
-"""The step of an optimizer that wraps another, with a GradScaler's scale and finding passed on."""
+"""The step of an optimizer that wraps another and passes it a GradScaler's scale and overflow flag."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def wrapped_step(wrapper: torch.optim.Optimizer, optim: Any, *args: Any, **kwarg
         **kwargs: Passed to its `step`.
 
     Returns:
-        What its `step` returns; None if it was skipped.
+        The result of its `step`; None if it was skipped.
     """
     if "found_inf" not in wrapper.__dict__:
         return optim.step(*args, **kwargs)

@@ -47,12 +47,12 @@ class Contestant:
 
     @cached_property
     def program(self) -> Attachable | None:
-        """What `attach` is given. None for plain DDP and without communication."""
+        """The argument of `attach`. None for plain DDP and without communication."""
         return parse_program(self.text) if self.text else None
 
     @property
     def averages_models(self) -> bool:
-        """Whether ranks train models of their own between averages."""
+        """True if each rank trains its own model between averages."""
         stages = self.program.stages.values() if isinstance(self.program, Schedule) else [self.program]
         return any(isinstance(one, Averaging) for one in stages)
 

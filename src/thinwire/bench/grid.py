@@ -187,7 +187,7 @@ def run_grid(
 
 @dataclass(frozen=True)
 class Apart:
-    """What does not depend on the network, and is measured apart from it.
+    """Measurements that do not depend on the network and are taken separately.
 
     Attributes:
         memory: The peak memory of each contestant.

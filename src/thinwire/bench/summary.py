@@ -28,7 +28,7 @@ def close_to(loss: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """How well a contestant trains.
+    """The losses of a contestant.
 
     Attributes:
         loss: Held-out loss after equal steps, the mean over seeds.
@@ -52,7 +52,7 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """What bounds a contestant's step time.
+    """The lower bounds of a contestant's step time.
 
     Attributes:
         compute: The step time without communication.
@@ -117,7 +117,7 @@ class Row(Floors, Losses):
 
 @dataclass(frozen=True)
 class _Limits:
-    """What bounds a step of any contestant in a cell."""
+    """The inputs of every contestant's lower bounds in a cell."""
 
     rate: int | None
     compute: float

@@ -33,8 +33,9 @@ class PerRank:
 
     Args:
         held: Any object with state_dict and load_state_dict.
-        merge: A function that makes one state from the list of all ranks' states, for another number of ranks
-            than at the save: `merge_optimizer_states` for optimizers. If None, such a load raises StateError.
+        merge: A function that makes one state from the list of all ranks' states, used if the number of ranks
+            has changed since the save. Use `merge_optimizer_states` for optimizers. If None, such a load
+            raises StateError.
         group: The process group that ranks are numbered in. None for the default group.
 
     Example::
@@ -55,7 +56,11 @@ class PerRank:
         self._group = group
 
     def state_dict(self) -> dict[str, tuple[Any]]:
-        """Return a copy of this rank's state on the CPU, under the rank's key."""
+        """Return a copy of this rank's state on the CPU, under the rank's key.
+
+        Returns:
+            One key, which names the rank, and a tuple with the state.
+        """
         own = copied(self._held.state_dict(), lambda tensor: tensor.to("cpu", copy=True))
         return {rank_key(*self._place()): (own,)}
 
@@ -77,7 +82,7 @@ class PerRank:
         else:
             raise StateError(
                 f"{saved_size} ranks saved and {size} load, and merge=None cannot merge the"
-                f" {type(self._held).__name__}'s states: for an optimizer give"
+                f" {type(self._held).__name__}'s states: for an optimizer pass"
                 " PerRank(optimizer, merge=thinwire.merge_optimizer_states)"
             )
 
@@ -116,7 +121,7 @@ def read_states(
         names = _open(checkpoint_id, storage_reader)[1]
         shown = ", ".join(sorted({name.partition(".")[0] for name in names})) or "nothing"
         raise StateError(
-            f"{_at(checkpoint_id)} has no states by rank under {key!r}, it has {shown}: give the name under"
+            f"{_at(checkpoint_id)} has no states by rank under {key!r}, it has {shown}: pass the name under"
             " which the wire was saved"
         )
     return states
@@ -125,7 +130,7 @@ def read_states(
 def find_states(
     checkpoint_id: "str | os.PathLike[str]", key: str, storage_reader: Any = None
 ) -> dict[str, tuple[Any]]:
-    """Return what `read_states` does, or an empty dict if there are no states by rank under `key`."""
+    """Return the same as `read_states`, or an empty dict if there are no states by rank under `key`."""
     reader, names = _open(checkpoint_id, storage_reader)
     ranks = _ranks_under(key, names)
     read: dict[str, tuple[Any]] = _read(reader, key, dict.fromkeys(ranks), checkpoint_id) if ranks else {}
@@ -181,7 +186,7 @@ def _at(checkpoint_id: "str | os.PathLike[str]") -> str:
 
 
 def _open(checkpoint_id: "str | os.PathLike[str]", storage_reader: Any = None) -> tuple[Any, dict[str, str]]:
-    """Return a reader, and all entries by name with their shapes, empty for other than tensors."""
+    """Return a reader, and the shapes of all entries by name, empty for entries that are not tensors."""
     import torch.distributed.checkpoint as dcp  # takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -190,7 +195,7 @@ def _open(checkpoint_id: "str | os.PathLike[str]", storage_reader: Any = None) -
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise StateError(
-            f"{_at(checkpoint_id)} is not there, or not complete ({type(error).__name__}: {error}): give the"
+            f"{_at(checkpoint_id)} is missing or incomplete ({type(error).__name__}: {error}): pass the"
             " folder that torch.distributed.checkpoint.save has written"
         ) from error
     shapes = {
@@ -215,7 +220,7 @@ def _read(reader: Any, key: str, state: Any, checkpoint_id: "str | os.PathLike[s
             load(filled, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
         raise StateError(
-            f"{key!r} of {_at(checkpoint_id)} cannot be read: it is damaged, go back to an earlier one"
+            f"{key!r} of {_at(checkpoint_id)} cannot be read: it is damaged, load an earlier one"
         ) from error
     return filled[key]
 

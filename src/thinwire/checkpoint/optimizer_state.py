@@ -1,4 +1,4 @@
-"""A sharded optimizer's state, whole as in `torch.optim`, or in one part for each rank.
+"""A sharded optimizer's state, as a whole like in `torch.optim`, or as one part for each rank.
 
 In the whole, parameters are numbered over all groups. In a part, which is the state_dict of one rank's
 optimizer, they are numbered among the parameters that the rank owns.
@@ -83,7 +83,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """
     if not isinstance(whole, Mapping) or not set(whole) >= _WHOLE:
         raise StateError(
-            f"{type(whole).__name__} is not an optimizer's state: give one with 'state' and 'param_groups',"
+            f"{type(whole).__name__} is not an optimizer's state: pass one with 'state' and 'param_groups',"
             " as state_dict() returns"
         )
     whole = merged([whole])  # raises if it is one rank's part
@@ -98,7 +98,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
     strangers = sorted(set(whole["state"]) - set(numbers), key=str)
     if strangers:
         raise StateError(f"the saved state has values for {strangers}, which are in none of its groups")
-    # torch's own loading leaves None for what other ranks own.
+    # torch's own loading leaves None for parameters that other ranks own.
     state = {numbers[each]: value for each, value in whole["state"].items() if value is not None}
     return {"state": state, "param_groups": list(saved)}
 
@@ -131,24 +131,25 @@ def shard_of(
 
 
 def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Join shards into a whole, or into a part of it with all that is `needed`.
+    """Join shards into a whole, or into a part of it that has all `needed` parameters.
 
     Args:
-        shards: One shard, or the list of those of all ranks that saved, of any number.
-        needed: The numbers of the parameters in each group that must be there.
+        shards: One shard, or the list of the shards of all ranks that saved. Their number may differ from
+            now.
+        needed: The numbers of the parameters in each group that must be present.
 
     Raises:
         StateError: The shards are not valid, overlap, or lack parameters that are needed.
     """
     each = [shards] if isinstance(shards, Mapping) else shards
     if not isinstance(each, Sequence) or isinstance(each, str) or not each:
-        raise StateError(f"{type(shards).__name__} is neither a sharded_state_dict nor a list of some")
+        raise StateError(f"{type(shards).__name__} is neither a sharded_state_dict nor a list of them")
     state: dict[int, Any] = {}
     owners: dict[int, str] = {}
     for shard in each:
         if not isinstance(shard, Mapping) or not set(shard) >= _SHARD:
             raise StateError(
-                "this is not a shard of an optimizer's state: give what sharded_state_dict() returned"
+                "this is not a shard of an optimizer's state: pass the result of sharded_state_dict()"
             )
         if shard["format"] != FORMAT:
             raise StateError(f"format {shard['format']!r} is not {FORMAT}: another version wrote this shard")
@@ -156,7 +157,7 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
             for number in numbers:
                 if owners.setdefault(number, owner) != owner:
                     raise StateError(
-                        f"parameter {number} is owned by rank {owners[number]} and by rank {owner}: give"
+                        f"parameter {number} is owned by rank {owners[number]} and by rank {owner}: pass"
                         " shards that one job saved together"
                     )
         state.update({int(number): value for number, value in shard["state"].items()})
@@ -164,8 +165,8 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
     if missing:
         raise StateError(
             f"the shards of ranks {', '.join(sorted(set(owners.values())))} do not have parameters {missing},"
-            " which this rank owns now: after a change of the number of ranks, give every rank the list of"
-            " all that were saved"
+            " which this rank owns now: if the number of ranks has changed, pass the list of all saved shards"
+            " on every rank"
         )
     return {"state": state, "param_groups": each[0]["param_groups"]}
 
@@ -216,9 +217,9 @@ def check_owned(
         raise StateError(
             f"this optimizer state is one rank's part under ZeRO, without that of {lost[0]!r}"
             + (f" and {len(lost) - 1} more parameters" if len(lost) > 1 else "")
-            + ", which this rank steps: its moments would be lost. Save thinwire.save_checkpoint, or what"
-            " wire.consolidate_optimizer_state() brings to one rank; or save every rank's state, and load"
-            " thinwire.merge_optimizer_states of all"
+            + ", which this rank steps: its moments would be lost. Use thinwire.save_checkpoint, or save the"
+            " result of wire.consolidate_optimizer_state(). Or save every rank's state, and load the result"
+            " of thinwire.merge_optimizer_states"
         )
 
 
@@ -246,10 +247,10 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for state in states:
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-            raise StateError("give what optimizer.state_dict() returned on each rank")
+            raise StateError("these are not optimizer states: pass each rank's optimizer.state_dict()")
         groups = groups or list(map(_unmarked, state["param_groups"]))
         if list(map(_unmarked, state["param_groups"])) != groups:
-            raise StateError("the states' parameter groups differ: give those that were saved together")
+            raise StateError("the states' parameter groups differ: pass states that were saved together")
         whole.update(state["state"])
     for number, group in enumerate(groups):
         every = range(len(group["params"]))
@@ -258,7 +259,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if any(place not in owned and key not in whole for place, key in enumerate(group["params"])):
             raise StateError(
                 f"the states, of {len(states)} ranks under ZeRO, lack the state of some parameters, which"
-                " other ranks owned: give those of all ranks that saved"
+                " other ranks owned: pass the states of all ranks that saved"
             )
     ordered = sorted(whole.items(), key=lambda item: (isinstance(item[0], str), item[0]))
     return {**states[0], "param_groups": groups, "state": dict(ordered)}

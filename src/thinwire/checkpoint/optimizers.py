@@ -38,7 +38,7 @@ class _Together:
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         if len(states) != len(self._optimizers):
             raise StateError(
-                f"the checkpoint has {len(states)} optimizers, and {len(self._optimizers)} were given: give"
+                f"the checkpoint has {len(states)} optimizers, and {len(self._optimizers)} were given: pass"
                 " those that were saved, in the same order"
             )
         for one, state in zip(self._optimizers, states, strict=True):

@@ -100,11 +100,11 @@ def by_rank(state: object) -> tuple[int, dict[int, Any]]:
             if place is None or not isinstance(value, tuple | list) or len(value) != 1:
                 raise StateError(_foreign(part))
             if place[0] in found:
-                raise StateError(f"there are two states of rank {place[0]}: give each rank's once")
+                raise StateError(f"there are two states of rank {place[0]}: pass each rank's state once")
             sizes.add(place[1])
             found[place[0]] = value[0]
     if len(sizes) > 1:
-        raise StateError(f"the states are of jobs with {sorted(sizes)} ranks: give all that one job saved")
+        raise StateError(f"the states are of jobs with {sorted(sizes)} ranks: pass the states of one job")
     return sizes.pop(), found
 
 
@@ -134,8 +134,8 @@ def choose(state: object, rank: int, size: int) -> tuple[int, dict[int, Any]]:
     ranks = f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, sorted(found)))}"
     raise StateError(
         f"the state is that of {ranks} of {saved_size}, and this is rank {rank} of {size}: each rank loads"
-        " what it saved itself. After a change of the number of ranks, give every rank the states of all that"
-        " saved: the list of them, or thinwire.read_states(folder)"
+        " its own state. If the number of ranks has changed, pass the states of all ranks that saved, as a"
+        " list or by thinwire.read_states(folder)"
     )
 
 
@@ -144,5 +144,5 @@ def _foreign(state: object) -> str:
         return f"format {state['format']!r} is not rank by rank: the state was written by another version"
     return (
         f"a {type(state).__name__} without keys like 'rank 0 of 2' is not a state of a thinwire wire, nor of"
-        " PerRank: give what state_dict() returns"
+        " PerRank: pass the result of state_dict()"
     )

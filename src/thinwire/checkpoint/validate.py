@@ -13,7 +13,7 @@ _MOST = 1 << 48
 def check_count(what: str, value: object) -> None:
     """Raise StateError unless `value` is a whole number from 0 to below 2**48."""
     if not is_whole(value) or not 0 <= value < _MOST:
-        raise StateError(f"{what}={value!r} must be a whole number from 0 on, below 2**48")
+        raise StateError(f"{what}={value!r} must be a whole number from 0 to below 2**48")
 
 
 def check_tensor(what: str, tensor: object, *, finite: bool = True) -> None:
@@ -26,4 +26,4 @@ def check_tensor(what: str, tensor: object, *, finite: bool = True) -> None:
     ):
         raise StateError(f"the saved {what} is a {type(tensor).__name__}, not a dense tensor")
     if finite and (tensor.is_floating_point() or tensor.is_complex()) and not all_finite(tensor):
-        raise StateError(f"the saved {what} holds inf or NaN: go back to an earlier checkpoint")
+        raise StateError(f"the saved {what} contains inf or NaN: load an earlier checkpoint")

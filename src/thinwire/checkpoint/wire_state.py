@@ -124,15 +124,15 @@ def own_states(
     states = [_checked(one, programs, (each, saved_size)) for each, one in found.items()]
     steps = sorted({one["step"] for one in states})
     if len(steps) > 1:
-        raise StateError(f"the states are of the steps {steps}: give those that were saved together")
+        raise StateError(f"the states are of the steps {steps}: pass states that were saved together")
     if len({one["program"] for one in states}) > 1:
-        raise StateError("the states are of different programs: give those that were saved together")
+        raise StateError("the states are of different programs: pass states that were saved together")
     return saved_size != world_size, states
 
 
 def _checked(state: object, programs: Sequence[Described], place: tuple[int, int]) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not set(state) >= _KEYS:
-        raise StateError("this is not a state of a thinwire wire: give what wire.state_dict() returns")
+        raise StateError("this is not a state of a thinwire wire: pass the result of wire.state_dict()")
     if state["format"] != FORMAT:
         raise StateError(
             f"format {state['format']!r} is not {FORMAT}: the state was written by another version"
@@ -156,7 +156,7 @@ def _checked(state: object, programs: Sequence[Described], place: tuple[int, int
     if (state["rank"], state["world_size"]) != place:
         raise StateError(
             f"the state under {rank_key(*place)!r} was saved by rank {state['rank']} of"
-            f" {state['world_size']}: states were mixed up, load what each rank saved itself"
+            f" {state['world_size']}: states were mixed up, load each rank's own state"
         )
     # Earlier versions saved the names that parameters have in compiled models.
     named: dict[str, Any] = with_original_names(dict(state))
@@ -207,7 +207,8 @@ def merged(
 ) -> dict[str, Any]:
     """Merge the states of all ranks into one, for every rank of a job of another size.
 
-    Shared values are kept. Residuals are averaged, so that the sum of what is not sent yet stays the same.
+    Shared values are kept. Residuals are averaged, so that their contribution to the next mean stays the
+    same.
 
     Args:
         states: States from `own_states`.

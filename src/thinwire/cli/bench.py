@@ -46,9 +46,7 @@ from thinwire.lab.namespaces import way_in
     "--model", metavar="MODULE:BUILD", help="Train your own model. build() must return (model, batch)."
 )
 @click.option("--steps", default=60, show_default=True, help="Rounds per link and world size.")
-@click.option(
-    "--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: what suits each contestant]"
-)
+@click.option("--bucket-mb", type=float, help="DDP's bucket size in MB.  [default: by contestant]")
 @click.option("--seeds", default=1, show_default=True, help="Trainings for losses, each with its own seed.")
 @click.option(
     "--timed",
@@ -148,7 +146,7 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"hosts={text!r} is not a whole number: give world sizes such as 2,4") from None
+        raise OptionError(f"hosts={text!r} is not a whole number: pass world sizes such as 2,4") from None
 
 
 def _command() -> str:

@@ -45,7 +45,7 @@ def docs(
         _build(built, path, strict=strict, as_json=as_json)
         return
     if not keyword:
-        raise OptionError("there is no keyword: give one, as in thinwire docs residual, or --build PACKAGE")
+        raise OptionError("there is no keyword: pass one, as in thinwire docs residual, or --build PACKAGE")
     found = look_up(keyword, package)
     if as_json:
         print_json([{**asdict(one), "url": one.url} for one in found])

@@ -1,4 +1,4 @@
-"""The command `thinwire doctor`, which shows what is installed, what is missing and how to install it."""
+"""The command `thinwire doctor`, which lists installed and missing components, and how to install them."""
 
 from dataclasses import asdict
 
@@ -18,7 +18,7 @@ OK, MISSING, NO = Text("ok", "green"), Text("missing", "red"), Text("no", "yello
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Show versions, backends and the requirements of the lab.
 
-    The exit code is 1 if a required component is missing. Optional ones are listed with what they are for.
+    The exit code is 1 if a required component is missing. Optional components are listed with their use.
     """
     findings = examine()
     if as_json:

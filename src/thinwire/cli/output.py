@@ -34,10 +34,10 @@ def write_page(path: Path, page: str, *, as_json: bool) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OptionError if `path` cannot be written, before hours of measuring rather than after."""
+    """Raise OptionError if `path` cannot be written. Call it before hours of measuring."""
     if not path.parent.is_dir():
         raise OptionError(f"out={str(path)!r} is in a folder that does not exist: create {path.parent} first")
     if path.is_dir():
-        raise OptionError(f"out={str(path)!r} is a folder: give the name of a file in it")
+        raise OptionError(f"out={str(path)!r} is a folder: pass the name of a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OptionError(f"out={str(path)!r} cannot be written: choose another place")

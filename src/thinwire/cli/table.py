@@ -25,7 +25,7 @@ def text_table(columns: tuple[str, ...], lines: list[tuple[str, list[str], bool]
     """Return a table of texts.
 
     Args:
-        columns: The headings of all columns but the first.
+        columns: The headings of all columns except the first.
         lines: For each line its name, the texts of the columns, and whether it is bold.
     """
     made = Table(box=None, pad_edge=False)

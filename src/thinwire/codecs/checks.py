@@ -12,7 +12,7 @@ def check_block(block: object, *, of: int = 1, most: int = 1 << 20) -> None:
         raise OptionError(
             f"block={block!r} must be a whole number from {of} to {most}"
             + (f", a multiple of {of}" if of > 1 else "")
-            + ": it is the count of numbers in a block; try 256"
+            + ": it is the number of elements in a block; try 256"
         )
 
 

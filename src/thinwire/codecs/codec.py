@@ -3,9 +3,9 @@
     encode(x) -> parts          x: any shape, any floating dtype
     decode(parts, into)         into: as many numbers as x has, in any floating dtype
 
-Shapes and dtypes of the parts depend only on the count of numbers, never on their values, because each rank
-reads the bytes of the others by the layout of its own. If a number is non-finite, at least one decoded number
-must be non-finite, so that every rank detects the overflow.
+Shapes and dtypes of the parts depend only on the number of elements, never on their values, because each rank
+reads the others' bytes with its own layout. If a number is non-finite, at least one decoded number must be
+non-finite, so that every rank detects the overflow.
 
 A codec that draws random numbers has a field `seed`. Programs derive a new seed for every step and bucket.
 """
@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 18
 
 
 class Codec(ABC):
-    """The protocol of codecs. A codec is stateless, and best a frozen dataclass.
+    """The protocol of codecs. A codec is stateless, and preferably a frozen dataclass.
 
     Example::
 
@@ -65,8 +65,8 @@ class Codec(ABC):
             x: Numbers of any shape and floating dtype. It is not changed.
 
         Returns:
-            Tensors that share no memory with `x`. Their shapes and dtypes depend only on the count of numbers
-            in `x`.
+            Tensors that share no memory with `x`. Their shapes and dtypes depend only on the number of
+            elements of `x`.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Codec(ABC):
         """Return the length to which a chunk is rounded up, so that its last block is not padded.
 
         Args:
-            length: Count of numbers in a chunk.
+            length: Number of elements in a chunk.
 
         Returns:
             A length of at least `length` whose encoding wastes no bytes on padding.
@@ -115,8 +115,8 @@ class Codec(ABC):
             parts: An encoding, as `encode` returns it.
 
         Returns:
-            A scalar bool tensor, which must be equal for equal parts on all hosts. None, as by default, has
-            the decoded numbers checked.
+            A scalar bool tensor, which must be equal for equal parts on all hosts. With None, the default,
+            the decoded numbers are checked.
         """
         return None
 
@@ -162,7 +162,7 @@ class BlockCodec(Codec):
 
     @property
     def kept_as(self) -> tuple[torch.dtype, ...] | None:
-        """Dtypes of the parts if they differ from what `encode_blocks` returns, else None."""
+        """Dtypes of the parts if they differ from those that `encode_blocks` returns, else None."""
         return None
 
     @abstractmethod
@@ -181,7 +181,7 @@ class BlockCodec(Codec):
         """Write the encoded numbers to a matrix with one block per row.
 
         Args:
-            parts: What `encode_blocks` returned, in the dtypes of `kept_as`.
+            parts: The result of `encode_blocks`, in the dtypes of `kept_as`.
             out: A float32 matrix. Overwrite all of it.
         """
 
@@ -195,7 +195,14 @@ class BlockCodec(Codec):
         """
 
     def width(self, length: int) -> int:
-        """Return the numbers in a block of a tensor with `length` numbers."""
+        """Return the width of a block.
+
+        Args:
+            length: Number of elements of the tensor.
+
+        Returns:
+            `block`, or `length` if the tensor is shorter.
+        """
         return self._shape(length)[1]
 
     def encode(self, x: torch.Tensor) -> Parts:
@@ -289,14 +296,15 @@ class BlockCodec(Codec):
             yield piece, blocks, in_place
 
     def _shape(self, length: int) -> tuple[int, int]:
-        """Return the count of blocks and their width."""
+        """Return the number of blocks and their width."""
         width = min(self.block, -(-length // 8) * 8) or 8
         return -(-length // width), width
 
     def _chunks(self, flat: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """Yield the first block and the count of blocks of each chunk, or one empty chunk for no numbers.
+        """Yield the first block and the number of blocks of each chunk, or one empty chunk for no numbers.
 
-        A chunk fits in the cache of a CPU. On an accelerator one chunk holds all, to launch few kernels.
+        A chunk fits in the cache of a CPU. On an accelerator one chunk contains everything, to launch few
+        kernels.
         """
         count, width = self._shape(flat.numel())
         rows = rows_at_once(width, flat.device)
@@ -310,7 +318,7 @@ class BlockCodec(Codec):
 
 
 def rows_at_once(width: int, device: torch.device) -> int:
-    """Return the count of blocks that are processed together: what fits in a cache, or on a GPU any."""
+    """Return the number of blocks that are processed together: as many as fit in a cache, or all on a GPU."""
     return max(1, _AT_ONCE // width) if device.type == "cpu" else sys.maxsize
 
 
@@ -360,6 +368,6 @@ def require_codec(codec: object) -> None:
     """Raise OptionError unless `codec` is an instance of Codec."""
     if not isinstance(codec, Codec):
         raise OptionError(
-            f"codec={codec!r} is not a codec: give an instance of a subclass of thinwire.Codec, such as"
+            f"codec={codec!r} is not a codec: pass an instance of a subclass of thinwire.Codec, such as"
             " thinwire.Quantize(bits=8); Int8() and other presets are complete programs"
         )

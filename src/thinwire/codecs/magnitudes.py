@@ -9,7 +9,7 @@ def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
     """Encode each row as sign * (low + step * code).
 
     With 2 bits, `low` is the mean of the magnitudes up to their root mean square, and low + step the mean of
-    those above it. With more, the steps divide the range from the smallest to the largest. Where a row has
+    those above it. With more bits, the steps divide the range from the smallest to the largest. If a row has
     zeros, `low` is zero, so that they stay zeros.
 
     Args:
@@ -50,13 +50,12 @@ def two_means(magnitudes: torch.Tensor, threshold: float) -> tuple[torch.Tensor,
 
     Args:
         magnitudes: A float32 matrix.
-        threshold: A number is large if its square exceeds the row's mean square so many times. Where squares
+        threshold: A number is large if its square exceeds `threshold` times the row's mean square. If squares
             overflow or underflow, no number is large.
 
     Returns:
-        The mean of the small numbers, that of the large ones, and a bool matrix of which are large. Where
-        there are none of a kind, both means are those of the others. The means of a row with a
-        non-finite number are NaN.
+        The mean of the small numbers, the mean of the large ones, and a bool matrix of which are large. If a
+        row has only one kind, both means are equal. The means of a row with a non-finite number are NaN.
     """
     width, total = magnitudes.shape[1], sums_of(magnitudes.clone())
     squares = magnitudes * magnitudes

@@ -1,9 +1,9 @@
 """Sorted positions within a block, in few bits: the Elias-Fano code.
 
-The lower bits of a position are stored as they are. The upper ones, which ascend, are stored in unary: a bit
-vector has a one for each position, preceded by as many zeros as the upper part has grown since the last one.
-So 64 positions out of 4096 take 6 bits each for the lower part and 2 for the upper, instead of 12. The length
-depends on the counts alone, never on the positions, as encodings require.
+The lower bits of a position are stored unchanged. The upper bits, which ascend, are stored in unary. A bit
+vector has a one for each position, preceded by as many zeros as the upper part has grown since the last
+position. So 64 positions out of 4096 take 6 bits each for the lower part and 2 for the upper, instead of 12.
+The length depends only on the two counts, never on the positions, as encodings require.
 
 See Vigna: Quasi-succinct indices, https://arxiv.org/abs/1206.4300.
 """
@@ -37,7 +37,7 @@ class Positions:
 
     @property
     def lower_bits(self) -> int:
-        """Bits of the lower part, the count for which the code is shortest."""
+        """Bits of the lower part, chosen so that the code is shortest."""
         return min(range(self.width.bit_length()), key=lambda bits: self.kept * bits + self._unary_bits(bits))
 
     @property
@@ -64,9 +64,9 @@ class Positions:
         return torch.cat([pack_bits(lower, bits), pack_bits(unary, 1)], dim=1)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the positions of each row as an int64 matrix. Nothing waits for their values.
+        """Return the positions of each row as an int64 matrix, without a host read.
 
-        Bytes that no encoder writes give positions too, within the block.
+        Invalid bytes also decode to positions within the block.
         """
         return self._unpacked(packed).clamp_(max=self.width - 1)
 
@@ -79,7 +79,7 @@ class Positions:
         )
         ones = unpack_bits(unary, 1, self._unary_bits(bits))
         number = ones.cumsum(1) - 1
-        # The i-th one stands at its upper part + i. All zeros write to one more column, which is dropped.
+        # The i-th one is at its upper part + i. All zeros write to one more column, which is dropped.
         column = torch.where(ones.bool(), number, self.kept).clamp_(max=self.kept)
         upper = self._numbers(ones.shape[1], packed) - number
         found = upper.new_zeros(packed.shape[0], self.kept + 1).scatter_(1, column, upper)[:, : self.kept]

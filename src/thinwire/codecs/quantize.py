@@ -24,10 +24,10 @@ class Quantize(BlockCodec):
         bits: 8, or 4 (two codes per byte).
         block: Numbers that share a scale. Smaller blocks are more accurate. A block's scale costs 4 bytes,
             or 8 with the offset if affine.
-        affine: Use the codes for the block's own range instead of one that is symmetric about zero. Better
-            for numbers of one sign, no better for gradients.
+        affine: Use the codes for the block's own range instead of a range that is symmetric about zero. It is
+            better for numbers of one sign, and no better for gradients.
         stochastic: Round up or down at random, so that the mean of many roundings is exact.
-        seed: Seed of the random numbers. Programs derive another one for every step, bucket and rank.
+        seed: Seed of the random numbers. Programs derive a new one for every step, bucket and rank.
 
     Raises:
         OptionError: An option has the wrong type or is out of range.

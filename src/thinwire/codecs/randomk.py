@@ -20,7 +20,7 @@ class RandomEntries(BlockCodec):
 
     Args:
         ratio: Share that is kept. 1/ratio is rounded to a whole number.
-        seed: Seed of the positions. Programs derive another one for every step and bucket.
+        seed: Seed of the positions. Programs derive a new one for every step and bucket.
 
     Raises:
         OptionError: `ratio` is not above 0 and at most 1, or `seed` is not a whole number.
@@ -59,7 +59,7 @@ class RandomEntries(BlockCodec):
         out.zero_().scatter_(1, self._places(out), *parts)
 
     def _places(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one position per row, drawn on the CPU because accelerators draw other numbers."""
+        """Return one position per row, drawn on the CPU because accelerators draw different numbers."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randint(
             x.shape[1], (x.shape[0], 1), generator=generator, dtype=torch.int64, device=generator.device

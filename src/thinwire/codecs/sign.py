@@ -13,8 +13,8 @@ from thinwire.codecs.scales import sums_of
 class SignBits(BlockCodec):
     """The signs of numbers, decoded as plus or minus the mean magnitude of their block.
 
-    The sign of zero is plus. Of all magnitudes the mean has the smallest mean squared error. It needs error
-    feedback. A block with a non-finite number decodes to non-finite numbers.
+    The sign of zero is plus. Of all possible magnitudes, the mean has the smallest squared error. The codec
+    needs error feedback. A block with a non-finite number decodes to non-finite numbers.
 
     Args:
         block: Numbers that share a magnitude, a multiple of 8. A magnitude costs 4 bytes.
@@ -43,7 +43,7 @@ class SignBits(BlockCodec):
         return "sign"
 
     def correct_padded(self, parts: Parts, count: int, width: int) -> None:
-        """Undo what padding takes from the magnitude of a short block."""
+        """Undo the effect of padding on the magnitude of a short block."""
         parts[0].mul_(width / count)
 
     def finite(self, parts: Parts) -> torch.Tensor:

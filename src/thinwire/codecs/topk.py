@@ -30,8 +30,8 @@ class LargestEntries(BlockCodec):
     equal magnitudes, the first in the block are kept.
 
     Values in 2, 4 or 8 bits are signs and magnitudes between the smallest and the largest that a block keeps.
-    With two of them, each is the mean of its half of the range. They cost 4 bytes per block, so larger blocks
-    suit them.
+    With 2 bits there are two magnitudes, each the mean of its half of the range. The range costs 4 bytes per
+    block, so larger blocks suit these values.
 
     Args:
         ratio: Share that is kept, at least one number per block.
@@ -102,8 +102,8 @@ class LargestEntries(BlockCodec):
 def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     """Return the positions of the `kept` largest magnitudes of each row, in ascending order.
 
-    The bits of a magnitude and its position form one integer. So all are different, and equal magnitudes are
-    chosen alike on every device, which `topk` does not promise.
+    The bits of a magnitude and its position form one integer. All integers are therefore different, and ties
+    are broken equally on every device, which `topk` does not promise.
     """
     width = x.shape[1]
     backwards = torch.arange(width - 1, -1, -1, dtype=torch.int64, device=x.device)

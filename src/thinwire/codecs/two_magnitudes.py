@@ -9,7 +9,7 @@ from thinwire.codecs.codec import BlockCodec, Parts, room_like
 from thinwire.codecs.magnitudes import two_means
 
 _THRESHOLD = 1.21
-"""A number is large if its square exceeds the mean square of its block so many times.
+"""The factor of a block's mean square above which the square of a number counts as large.
 
 The root is 1.1. For normal numbers that are sent once, 0.98 is best. With error feedback, a somewhat higher
 threshold leaves smaller residuals (docs/design/decisions.md).
@@ -21,7 +21,7 @@ class TwoMagnitudes(BlockCodec):
     """The signs of numbers, and two magnitudes per block: the means of its large and of its small numbers.
 
     A number is large if it exceeds 1.1 times the root mean square of its block. Both means are sent as bf16.
-    Where most numbers are zero, the others are the large ones. It needs error feedback. A block with a
+    If most numbers are zero, the others are the large ones. It needs error feedback. A block with a
     non-finite number decodes to NaN.
 
     Args:
@@ -76,6 +76,6 @@ class TwoMagnitudes(BlockCodec):
 
 
 def _joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return two magnitudes as the halves of a float32, which is finite where `high`, its upper half, is."""
+    """Return two magnitudes as the halves of a float32, which is finite if `high`, its upper half, is."""
     lower, upper = (one.bfloat16().view(torch.int16).int() for one in (low, high))
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)

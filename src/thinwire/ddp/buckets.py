@@ -13,7 +13,7 @@ from thinwire.programs.program import Bucket, Program, Programs, ignores_order
 
 
 class BucketRunner:
-    """A runner of programs over a step's buckets, split where parameters use different programs.
+    """A runner of programs over a step's buckets, which it splits if parameters use different programs.
 
     Args:
         steps: The owner of the steps that the buckets belong to.
@@ -51,10 +51,10 @@ class BucketRunner:
     ) -> "torch.futures.Future[torch.Tensor]":
         """Run programs on parts of a bucket, or of several buckets.
 
-        Groups differ by program, and in a resumed run. A part works on DDP's own memory where it can. It is
-        a copy where its parameters do not follow each other there, or are not contiguous (channels_last):
-        programs get gradients, and keep residuals, in the order of the parameter's elements, so that
-        residuals stay valid for any layout.
+        Groups differ by program, and in a resumed run. A part works on DDP's own memory if possible. It is a
+        copy if its parameters are not consecutive there, or not contiguous (channels_last). Programs get
+        gradients, and keep residuals, in the order of the parameter's elements, so that residuals stay valid
+        for any layout.
         """
         groups = self.regroup.complete(bucket.names, last)
         itemsize = bucket.buffer.element_size()

@@ -19,8 +19,8 @@
 | `distributed._functional_collectives.all_reduce` | a collective that dynamo can trace | 2.6 |
 | `_dynamo_marked_constant`, `torch._dynamo` | hooks that dynamo traces | 2.6 |
 
-Since: the oldest version that was looked at and has it. All but one are in 2.6, 2.9, 2.13 and 2.15. `private`
-reads them. It raises UnavailableError with the version instead of an AttributeError later.
+Since: the oldest inspected version that has it. All but one are in 2.6, 2.9, 2.13 and 2.15. `private` reads
+    them. It raises UnavailableError with the version instead of an AttributeError later.
 """
 
 import importlib
@@ -55,7 +55,7 @@ def in_backward() -> bool:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward has computed all gradients, after those queued before."""
+    """Run `callback` when the running backward has computed all gradients, after callbacks queued earlier."""
     private(Variable, "_execution_engine").queue_callback(callback)
 
 
@@ -113,7 +113,7 @@ def joins(ddp: DistributedDataParallel) -> bool:
 
 
 def finalizes_manually(ddp: DistributedDataParallel) -> bool:
-    """Return whether the caller writes the gradients by `ddp.finalize_backward()`; False before torch 2.15.
+    """Return whether the caller writes the gradients with `ddp.finalize_backward()`; False before torch 2.15.
 
     Then DDP queues no final callback, and gradients are written some time after backward has returned.
     """
@@ -128,7 +128,7 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 def rebuild_buckets(ddp: DistributedDataParallel) -> list[dist.GradBucket] | None:
     """Lay out DDP's final buckets now instead of in its next forward.
 
-    Collective: every rank must call it at the same point.
+    Every rank must call it at the same point.
 
     Returns:
         The buckets, or None if they are final already.
@@ -141,10 +141,10 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> list[dist.GradBucket] | Non
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> set[int]:
-    """Return the `id` of each parameter in DDP's own list, of those that trained when DDP was made.
+    """Return the `id` of each parameter in DDP's own list, which has those that trained when DDP was made.
 
-    The present `requires_grad` may differ: a layer that was frozen since is still in DDP's buckets. Calling
-    it inside a hook deadlocks, because DDP holds the lock that listing its buckets takes.
+    The present `requires_grad` may differ, because a layer that was frozen since is still in DDP's buckets.
+    Calling this function inside a hook deadlocks, because DDP holds the lock that listing its buckets takes.
     """
     buckets = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
     return {id(one) for bucket in buckets for one in bucket.parameters()}
@@ -184,7 +184,7 @@ def state_hooks(optimizer: Optimizer, when: str) -> list[Callable[..., Any]]:
 
 
 def share_state_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
-    """Let a wrapper have the hooks of the optimizer inside for saving and loading, if that one has any."""
+    """Share the inner optimizer's hooks for saving and loading with its wrapper, if it has any."""
     for name in _STATE_HOOKS.values():
         setattr(wrapper, name, getattr(optimizer, name, private(wrapper, name)))
 
@@ -195,7 +195,7 @@ def in_backward_optimizers(parameter: torch.Tensor) -> list[Optimizer]:
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter was given optimizers that step in backward."""
+    """Return whether a parameter has optimizers that step in backward."""
     return hasattr(parameter, _IN_BACKWARD)
 
 
@@ -239,7 +239,7 @@ def traced_sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def mark_constant(function: Any) -> None:
-    """Let dynamo take a function's result for a constant.
+    """Make dynamo treat a function's result as a constant.
 
     It is the same as torch.compiler.assume_constant_result, which would import dynamo and take seconds.
     """
@@ -261,7 +261,7 @@ _replicated: "weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[tor
 
 
 def replicated(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model that `replicate` keeps beside a module, or None if it was not replicated.
+    """Return the DDP model that `replicate` keeps for a module, or None if it was not replicated.
 
     `replicate` makes it in the first forward. This makes it now, which is collective.
     """

@@ -1,4 +1,4 @@
-"""Lookup of the DDP model and engine of a torch-named hook, which is given only (state, bucket)."""
+"""Lookup of the DDP model and engine of a torch-named hook, which receives only (state, bucket)."""
 
 import gc
 import weakref
@@ -36,7 +36,7 @@ def run_program(
         program: The program.
         process_group: The ranks to average over. None is the group of the DDP model itself. (torch takes None
             for the whole world, so two jobs in one world average each other's gradients.)
-        bucket: What DDP handed to the hook.
+        bucket: The bucket that DDP passed to the hook.
 
     Returns:
         A future of the mean.

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel model as the rest of thinwire sees it: named tensors, hooks, a process group."""
+"""The interface of a DistributedDataParallel model: named tensors, hooks, a process group."""
 
 import math
 import weakref
@@ -16,7 +16,7 @@ from thinwire.programs.names import original_name
 
 
 class Model:
-    """A weak handle to a DDP model: it does not keep the model alive."""
+    """A weak handle to a DDP model. It does not keep the model alive."""
 
     reduces_gradients = True
     shard_key: str | None = None
@@ -39,7 +39,7 @@ class Model:
 
     @property
     def alive(self) -> bool:
-        """Whether the DDP model still exists."""
+        """True while the DDP model exists."""
         return self._ddp() is not None
 
     def module(self, what: str = "this call") -> torch.nn.Module:
@@ -48,7 +48,7 @@ class Model:
 
     @property
     def joins(self) -> bool:
-        """Whether the model runs inside torch's Join context, where ranks may run out of inputs."""
+        """True inside torch's Join context, where ranks may run out of inputs."""
         return internals.joins(self.ddp())
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -57,7 +57,7 @@ class Model:
         return {} if ddp is None else parameters_of(ddp)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name: every rank holds all of each."""
+        """Return the parameters by name. Every rank holds all of each parameter."""
         return dict(self.parameters())
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -80,7 +80,7 @@ class Model:
         }
 
     def local_state(self, with_buffers: bool = False) -> set[str]:
-        """Return the names in the module's state_dict of what DDP does not keep equal on all ranks.
+        """Return the names of state_dict entries that DDP does not keep equal on all ranks.
 
         These are buffers that DDP does not broadcast, parameters and buffers that it ignores, and extra
         state of modules. Names are original ones.
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def broadcasts_buffers(self) -> bool:
-        """Whether DDP broadcasts rank 0's buffers with every forward."""
+        """True if DDP broadcasts rank 0's buffers with every forward."""
         return bool(self.ddp().broadcast_buffers)
 
     @broadcasts_buffers.setter

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from thinwire.programs.program import Program, Programs, by_program, carries_exact, preferred_bytes
 
 _SMALL = 1 << 18
-"""The most bytes of an exact parameter that waits for the last bucket, to share a collective."""
+"""The largest exact parameter, in bytes, that waits for the last bucket to share a collective."""
 
 
 class Part(NamedTuple):
@@ -15,12 +15,12 @@ class Part(NamedTuple):
     program: Program
     names: tuple[str, ...]
     exact: frozenset[str] = frozenset()
-    """Those of the names whose mean must be exact, beside others."""
+    """The names whose mean must be exact, although the program compresses the others."""
     late: bool = False
-    """Whether they wait for those of all other buckets of the step."""
+    """Whether the part waits for the parts of all other buckets of the step."""
 
     def sliced(self, nbytes: Mapping[str, int]) -> "list[Part]":
-        """Divide the part at parameters into slices of about the size that its program prefers.
+        """Divide the part, between parameters, into slices of about the size that its program prefers.
 
         While one slice is on the wire, the next is encoded. Slices follow from the parameters' sizes alone,
         so they are the same on all ranks, and in a resumed run.
@@ -45,9 +45,9 @@ class Part(NamedTuple):
 def parts_of(names: tuple[str, ...], nbytes: Mapping[str, int], programs: Programs) -> list[Part]:
     """Divide a group of parameters by program.
 
-    Parameters that are exact beside a lossy program are taken along by the first program of the group that
-    can do so. If none can, small ones wait for the end of the step, when one all-reduce averages those of all
-    buckets.
+    The first program of the group that can carry exact parameters averages those that are exact although
+    their program is lossy. If no program can, small ones wait for the end of the step, when one all-reduce
+    averages those of all buckets.
 
     Args:
         names: Names of the parameters.

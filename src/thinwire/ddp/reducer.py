@@ -28,7 +28,7 @@ from thinwire.programs.program import Bucket, Program, Programs, ignores_order, 
 
 
 class PlainEvents:
-    """The step events of torch-named hooks: means are equal on all ranks, and every backward is a step."""
+    """The step events of torch-named hooks. Means are equal on all ranks, and every backward is a step."""
 
     counts_backwards = True
 
@@ -41,16 +41,16 @@ class PlainEvents:
 
 
 class Reducer(BucketRunner):
-    """A runner of programs over the buckets that DDP hands to its hook.
+    """A runner of programs over the buckets that DDP passes to its hook.
 
-    The constructor is collective: the ranks compare set-ups, then make thinwire's process group.
+    The constructor is collective. Ranks compare set-ups, then make thinwire's process group.
 
     Args:
         ddp: The model.
         group: The ranks to average over.
-        set_up: What must be equal on all ranks.
+        set_up: The values that must be equal on all ranks.
         limit: The time limit of a collective. None takes that of the group.
-        meter: Where steps are recorded.
+        meter: Records the steps.
         resumes: Whether the layout of buckets is part of a saved state.
         scales: The GradScaler that determines the scale of residuals.
 
@@ -93,12 +93,12 @@ class Reducer(BucketRunner):
 
         Args:
             programs: The programs of all parameters in this step.
-            grad_bucket: What DDP handed to its hook.
+            grad_bucket: The bucket that DDP passed to its hook.
             memory: The tensors that programs keep between steps.
             undo: Called if the step is rolled back.
 
         Returns:
-            A future of what DDP writes to the gradients.
+            A future of the tensor that DDP writes to the gradients.
 
         Raises:
             UnavailableError: The bucket comes from compiled autograd.
@@ -126,7 +126,7 @@ class Reducer(BucketRunner):
         return finite
 
     def settled(self, committed: bool) -> None:
-        """Determine the groups of the next step after a settled one, if they are part of the state."""
+        """Determine the groups of the next step, if they are part of the saved state."""
         if self._resumes and self.model.alive:
             if not committed:
                 self.regroup.repeat()
@@ -146,10 +146,10 @@ class Reducer(BucketRunner):
 
 
 class _Sequence:
-    """The numbers of a step's buckets, which rise, with the last one marked.
+    """The numbers of a step's buckets, in ascending order, with the last one marked.
 
-    In the first backward under static_graph, DDP hands all buckets over at the end, numbers each of them 0
-    and marks none as the last. Then they are counted here.
+    In the first backward under static_graph, DDP passes all buckets at the end, numbers each of them 0 and
+    marks none as the last. This class counts them then.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -185,10 +185,10 @@ class _Sequence:
 
 
 def _reduced_count(ddp: DistributedDataParallel) -> int:
-    """Return the number of parameters in DDP's buckets: those that trained when DDP was constructed.
+    """Return the number of parameters in DDP's buckets, which trained when DDP was constructed.
 
-    Inside a hook DDP holds the lock that listing its buckets takes, so there it is the number of those that
-    train now.
+    Inside a hook DDP holds the lock that listing its buckets takes. There it returns the number of parameters
+    that train now.
     """
     if ddp.static_graph and not in_backward():
         return len(reduced_parameters(ddp))
@@ -203,10 +203,10 @@ def _in_order(program: Program, parameters: Sequence[torch.Tensor]) -> bool:
 def check_bucket(bucket: object) -> None:
     """Raise UnavailableError if a hook was called by compiled autograd's Python reducer."""
     if not isinstance(bucket, dist.GradBucket):
-        refuse_python_reducer(f"the hook was called with a {type(bucket).__name__}")
+        raise_python_reducer(f"the hook was called with a {type(bucket).__name__}")
 
 
-def refuse_python_reducer(what: str) -> None:
+def raise_python_reducer(what: str) -> None:
     """Raise UnavailableError, with the ways to avoid the Python reducer."""
     raise UnavailableError(
         f"{what}: compiled autograd's Python reducer has no buckets; set torch._dynamo.config.optimize_ddp ="

@@ -1,4 +1,4 @@
-"""Groups of parameters that are exchanged together: DDP's buckets, or those of the run that is resumed.
+"""Groups of parameters that are exchanged together: DDP's buckets, or those of the resumed run.
 
 Some results depend on neighbours in a bucket, such as blocks of numbers that share a scale, or the order in
 which ranks are summed. After a resume DDP's first buckets are not its final ones, and may have another size.
@@ -35,7 +35,7 @@ class Regroup:
         """The groups of this step so far."""
         self._arrived: dict[str, None] = {}
         self._final: NameGroups | None = None
-        """DDP's final buckets, once they were foreseen."""
+        """DDP's final buckets, once they are known."""
 
     def complete(self, names: tuple[str, ...], last: bool) -> list[tuple[str, ...]]:
         """Add a bucket, and return the groups that it completes.
@@ -76,9 +76,9 @@ class Regroup:
         self.again = self.upcoming
 
     def foresee(self, ddp: DistributedDataParallel, names: Mapping[int, str]) -> None:
-        """Have DDP lay out its final buckets after its first backward, instead of in the next forward.
+        """Make DDP lay out its final buckets after its first backward, instead of in the next forward.
 
-        A state that is saved in between then contains them. This is collective, so nothing is done inside
+        A state that is saved in between then contains them. The call is collective, so it does nothing inside
         Join, where some ranks may have run out of inputs.
         """
         if self.held is not None or internals.has_rebuilt_buckets(ddp) or internals.joins(ddp):
@@ -92,7 +92,7 @@ class Regroup:
 def laid_out(bucket: Bucket, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the bucket's gradients by name, as views with the strides in which DDP lays them out.
 
-    DDP uses a parameter's strides (channels_last, a transpose) where these leave no gaps.
+    DDP uses a parameter's strides (channels_last, a transpose) if these leave no gaps.
     """
     views = bucket.views()
     for (name, view), parameter in zip(views.items(), parameters, strict=True):
@@ -118,13 +118,13 @@ class Home:
         """Completed with the bucket's buffer when all means are in it."""
 
     def expect(self, future: "torch.futures.Future[Any]") -> None:
-        """Let waits for the bucket be detected by the engine that computes `future`, a part of its means."""
+        """Notify the engine that computes `future`, a part of the means, of waits for the bucket."""
         if self._sources == 0:  # all parts are programs of one step, so notifying its engine once is enough
             self.future.depend_on(future)
         self._sources += 1
 
     def deliver(self, name: str, mean: torch.Tensor | None) -> None:
-        """Write a parameter's mean to the buffer, unless it is None because it is there already."""
+        """Write a parameter's mean to the buffer. None means that the buffer already contains it."""
         if mean is not None:
             self.views[name].copy_(mean)
         self._writers.note()
@@ -154,7 +154,7 @@ def together(names: Sequence[str], homes: Mapping[str, Home], like: Bucket) -> B
 
 
 def run_of(names: Sequence[str], bucket: Bucket) -> Bucket | None:
-    """Return consecutive parameters of a bucket as one that shares its memory; None if they are not such."""
+    """Return consecutive parameters as a bucket that shares memory; None if they are not consecutive."""
     first = bucket.names.index(names[0]) if names[0] in bucket.names else 0
     if bucket.names[first : first + len(names)] != tuple(names):
         return None

@@ -27,11 +27,11 @@ from thinwire.programs.program import Bucket, Program, check_outcome
 logger = logging.getLogger("thinwire")
 
 _NO_MEMORY = Memory()
-"""The memory given to stateless programs: they keep nothing, so nothing needs to be staged."""
+"""The memory of stateless programs. They keep nothing, so nothing needs to be staged."""
 
 
 class SteppedModel(Protocol):
-    """What a step needs of its model."""
+    """The part of a model's interface that a step uses."""
 
     find_unused_parameters: bool
     """Whether DDP waits at the end of backward to learn which parameters all ranks left unused."""
@@ -51,7 +51,7 @@ class StepEvents(Protocol):
 
     @property
     def counts_backwards(self) -> bool:
-        """Whether a settled backward counts as a step. If not, `StepOwner.advance` counts steps."""
+        """True if each settled backward counts as a step. If False, `StepOwner.advance` counts steps."""
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """Return whether the means are finite on all ranks, given whether this rank's are.
@@ -60,7 +60,7 @@ class StepEvents(Protocol):
         """
 
     def end_backward(self, committed: bool) -> None:
-        """React to a settled backward. Gradients are written, and the step is committed or rolled back."""
+        """React to a settled backward. Gradients are written, the step is committed or rolled back."""
 
 
 class _OpenStep:
@@ -99,8 +99,9 @@ class _OpenStep:
 class StepOwner:
     """The owner of a model's training steps, and the only writer of their count.
 
-    A step counts as a whole or not at all. If a mean is non-finite, which all ranks agree on, all gradients
-    become NaN, so that a GradScaler detects it on every rank. Memories and counts stay as before the step.
+    A step counts as a whole or not at all. All ranks agree on whether a mean is non-finite. If so, all
+    gradients become NaN, so that a GradScaler detects it on every rank, and memories and counts stay as
+    before the step.
     """
 
     def __init__(self, engine: Engine, model: SteppedModel, scales: Scales, events: StepEvents) -> None:
@@ -116,7 +117,7 @@ class StepOwner:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has begun and its last bucket has not arrived."""
+        """True from the start of a step until its last bucket arrives."""
         return self._open is not None and not self._open.closed
 
     def settle_leftover(self) -> None:
@@ -183,7 +184,7 @@ class StepOwner:
 
     def _settle(self) -> None:
         step = self._open
-        # What interrupts the wait (Ctrl-C) leaves the step to be settled later, as the other ranks do.
+        # If the wait is interrupted (Ctrl-C), the step is settled later, as on the other ranks.
         try:
             self._engine.settle()
             committed = step is None or bool(self.events.agree_finite(all_true(step.finite)).item())
@@ -228,8 +229,8 @@ class StepOwner:
         """Start counting exposed time, and queue `settle`; runs before DDP's final callback.
 
         A failure is raised after DDP's final callback, which would lose the exception's type. Under
-        find_unused_parameters DDP waits there for a collective of its own, which would fail first, with an
-        error that names no rank. So a failure is raised here instead.
+        find_unused_parameters DDP waits there for a collective of its own. That collective would fail first,
+        with an error that names no rank, so a failure is raised here instead.
         """
         self._engine.guard()
         if self._model.find_unused_parameters:

@@ -1,4 +1,4 @@
-"""The DDP model inside what frameworks and `torch.compile` wrap around it."""
+"""The DDP model inside the wrappers of frameworks and `torch.compile`."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,24 +21,24 @@ _OTHERS = {
     "DataParallel": "DataParallel runs in one process and sends nothing: use DistributedDataParallel with one"
     " process for each device",
 }
-"""Wrappers that are not DDP, by class name, with the reason and the way out."""
+"""Wrappers that are not DDP, by class name, with the reason and the fix."""
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP model inside a model as the training loop holds it, or None if there is none.
 
-    Wrappers of `torch.compile` and of Lightning Fabric are opened. A module on which
-    `torch.distributed._composable.replicate` was called has its DDP model beside it, which is made now unless
-    a forward has run: every rank must then call this at the same point.
+    Wrappers of `torch.compile` and of Lightning Fabric are unwrapped. A module on which
+    `torch.distributed._composable.replicate` was called has a separate DDP model. Unless a forward has run,
+    this call makes it, and every rank must then call it at the same point.
 
     Args:
         model: A DDP model, or a wrapper around one.
     """
     inner: object = model
     while isinstance(inner, nn.Module) and not isinstance(inner, DistributedDataParallel):
-        beside = replicated(inner)
-        if beside is not None:
-            return beside
+        made = replicated(inner)
+        if made is not None:
+            return made
         held = dict(inner.named_children())
         inner = next((held[name] for name in _INSIDE if held.get(name) is not None), None)
     return inner if isinstance(inner, DistributedDataParallel) else None

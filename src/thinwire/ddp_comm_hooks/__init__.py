@@ -23,7 +23,7 @@ def __dir__() -> list[str]:
 
 
 def _member(value: Any) -> Any:
-    """Mark a callable value as an enum member, which Python 3.11 requires and 3.10 does not know."""
+    """Mark a callable value as an enum member, which Python 3.11 requires and 3.10 does not support."""
     if sys.version_info >= (3, 11):
         from enum import member
 
@@ -36,7 +36,7 @@ def _register(comm_hook: Callable[..., Any], model: DistributedDataParallel, sta
 
 
 def _power(comm_hook: Callable[..., Any], model: DistributedDataParallel, state: Any, rank: int) -> None:
-    """Register a PowerSGD hook with a state made from `state`, which is a process group here."""
+    """Register a PowerSGD hook with a state made from the process group `state`."""
     made = powerSGD.PowerSGDState(process_group=state, matrix_approximation_rank=rank)
     model.register_comm_hook(made, comm_hook)
 

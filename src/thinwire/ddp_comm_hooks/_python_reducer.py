@@ -1,7 +1,7 @@
 """Hooks under compiled autograd's Python reducer, which dynamo traces.
 
-DDP calls a hook with (gradient, parameter) instead of a bucket. It ignores the returned value and uses what
-the hook has written into the gradient. A hook of one collective works there. Hooks that need a bucket, memory
+DDP calls a hook with (gradient, parameter) instead of a bucket. It ignores the returned value and uses the
+gradient that the hook has overwritten. A hook of one collective works there. Hooks that need a bucket, memory
 or the engine do not.
 """
 
@@ -27,10 +27,10 @@ def average_gradient(
     Args:
         given: The gradient and its parameter, as the Python reducer passes them.
         process_group: Group to average over. None is the group of the parameter's DDP model.
-        dtype: Type that is sent. None sends the gradient's own.
+        dtype: Dtype that is sent. None sends the gradient's own.
 
     Returns:
-        The gradient that was given.
+        The same gradient.
     """
     gradient, parameter = given
     if process_group is not None:
@@ -59,7 +59,7 @@ def _only_group() -> tuple[str, int]:
     if len(groups) != 1:
         raise UnavailableError(
             f"DDP models that use compiled autograd's Python reducer span {len(groups)} process groups, so"
-            " the group to average over is unclear: give it as the hook's state, as in"
+            " the group to average over is unclear: pass it as the hook's state, as in"
             " ddp.register_comm_hook(ddp.process_group, hook)"
         )
     (group,) = groups

@@ -1,9 +1,8 @@
 """Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook`.
 
-The hooks combine DDP with `ZeroRedundancyOptimizer`: every parameter has one owner, which alone keeps its
-optimizer state and steps it, and then sends it to all ranks. The step runs inside backward, so that
-stepping and sending overlap with gradients that are still in flight. Leave `zero.step()` out of the
-training loop.
+The hooks combine DDP with `ZeroRedundancyOptimizer`. Every parameter has one owner, which keeps its optimizer
+state, steps it, and sends it to all ranks. The step runs inside backward, so that stepping and sending
+overlap with gradients that are still in flight. Leave `zero.step()` out of the training loop.
 
 `hook_with_zero_step` begins to step when backward has computed all gradients.
 `hook_with_zero_step_interleaved` begins with each bucket as soon as it is reduced.
@@ -42,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp.internals import has_rebuilt_buckets, in_backward
 from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks.default_hooks import Hook
@@ -173,7 +172,7 @@ def _hook_with_zero_step_setup(
     assert ddp is not None, "its own hook is running"
     if not in_backward():
         raise UnavailableError(
-            "a rank has run out of inputs (Join), and steps inside backward cannot go on without it: give"
+            "a rank has run out of inputs (Join), and steps inside backward cannot continue without it: give"
             " every rank the same number of batches"
         )
     if has_rebuilt_buckets(ddp) and info.status == _OverlapStatus.UNINITIALIZED:
@@ -182,7 +181,7 @@ def _hook_with_zero_step_setup(
         info.params_per_bucket.clear()
     _save_ddp_bucket_info(bucket, zero)
     if info.overlap is None:
-        refuse_scalers("make the optimizer without overlap_with_ddp")
+        check_no_scaler("make the optimizer without overlap_with_ddp")
         named = {str(index): one for index, one in enumerate(zero._index_to_param) if one.requires_grad}
         owners = {name: zero._param_to_rank[one] for name, one in named.items()}
         step = partial(_perform_steps, zero)

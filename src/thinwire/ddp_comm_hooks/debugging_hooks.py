@@ -14,6 +14,13 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     Use it only to measure how fast training would be if communication cost nothing. If a step is hardly
     faster with this hook, the network is not the bottleneck, and no compression will help.
 
+    Args:
+        _: Ignored.
+        bucket: Gradients, passed by DDP.
+
+    Returns:
+        A future of the unchanged gradients.
+
     Example::
 
         ddp.register_comm_hook(None, noop_hook)

@@ -51,8 +51,8 @@ def _reducer_allreduce_and_upcast_hook(
         bucket.set_buffer(Cast(reduce_dtype).encode(full)[0])
     future = run_program(Exact(), ddp.process_group, bucket)
 
-    # A parameter's gradient is complete when its bucket arrives, so its low-precision copy is not needed any
-    # more. DDP writes the averaged gradient into the full-precision one afterwards.
+    # A parameter's gradient is complete when its bucket arrives, so its low-precision copy is no longer
+    # needed. DDP writes the averaged gradient into the full-precision one afterwards.
     on_accelerator = full.device.type != "cpu"
     with hook_state.upcast_stream if on_accelerator else contextlib.nullcontext():
         parameters: list[Any] = bucket.parameters()  # Any: DDP's set-up adds attributes to them

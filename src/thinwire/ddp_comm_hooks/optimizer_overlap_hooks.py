@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp.internals import (
     after_ddp_finishes,
     in_backward,
@@ -62,7 +62,7 @@ class _OptimizerHookState:
         if not callable(getattr(self.functional_optimizer, _STEP, None)):
             raise OptionError(
                 f"functional_optim={self.functional_optimizer!r} needs a method {_STEP}(parameter, gradient),"
-                " to update one parameter as soon as its gradient is there"
+                " to update one parameter as soon as its gradient is available"
             )
 
 
@@ -130,9 +130,9 @@ def register_optim_in_backward(
 ) -> None:
     """Step every parameter's own optimizers in backward, on gradients that `hook` has reduced.
 
-    A parameter's optimizers are in its list `_in_backward_optimizers`. torch's `_apply_optimizer_in_backward`
-    sets it, or your own code does. The gradient is None after backward. Call this before the model's first
-    forward.
+    A parameter's optimizers are in its list `_in_backward_optimizers`, which torch's
+    `_apply_optimizer_in_backward` or your own code sets. The gradient is None after backward. Call this
+    before the model's first forward.
 
     Args:
         ddp: DDP model to register the hook on.
@@ -190,7 +190,7 @@ def register_optimizer_overlap(
     def optimizer_overlap_hook(model: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         check_bucket(bucket)
         if not checked_scalers:
-            refuse_scalers("step after backward")
+            check_no_scaler("step after backward")
             checked_scalers.append(True)
         if bucket.index() == 0 and in_backward():
             after_ddp_finishes(lambda: _drop(parameter for parameter in model().parameters()))

@@ -1,14 +1,13 @@
 """Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook`.
 
 Post-local SGD (https://arxiv.org/abs/1808.07217) averages gradients over all ranks for the first
-`start_localSGD_iter` steps. After that it averages them within a node only, where the network is fast, or
-not at all. Something else must keep the nodes together from then on: an averager of
-`thinwire.model_averaging.averagers`, or `thinwire.optim.PostLocalSGDOptimizer`, which calls one after every
-step.
+`start_localSGD_iter` steps. After that it averages them within a node only, where the network is fast, or not
+at all. From then on the nodes must be synchronised by an averager of `thinwire.model_averaging.averagers`, or
+by `thinwire.optim.PostLocalSGDOptimizer`, which calls one after every step.
 
-For new code, `thinwire.attach(ddp, thinwire.LocalSGD(period=8), optimizer=optimizer)` does both in one
-line, with codecs, byte counts and resuming. `thinwire.Hierarchical` averages within nodes often and among
-all rarely.
+For new code, `thinwire.attach(ddp, thinwire.LocalSGD(period=8), optimizer=optimizer)` does both in one line,
+with codecs, byte counts and resuming. `thinwire.Hierarchical` averages often within nodes and rarely among
+all ranks.
 
 Differences from torch:
 
@@ -23,8 +22,8 @@ Performance:
     DDP's bytes.
 
 Safety:
-    Replicas of different nodes diverge by design between two averages. Choose `warmup_steps` of the
-    averager equal to `start_localSGD_iter`, so that no step is left without either average.
+    Replicas of different nodes diverge by design between two averages. Choose `warmup_steps` of the averager
+    equal to `start_localSGD_iter`, so that every step is covered by one of the two averages.
 """
 
 # DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
@@ -57,11 +56,11 @@ class PostLocalSGDState:
 
     Args:
         process_group: Group that averages gradients at first. None is the DDP model's own.
-        subgroup: Group that averages them later. None is this node's ranks of `process_group`: those with
-            the same GROUP_RANK, which torchrun sets, or without it those with the same host name.
+        subgroup: Group that averages them later. None is this node's ranks of `process_group`. These have the
+            same GROUP_RANK, which torchrun sets, or else the same host name.
         start_localSGD_iter: Steps with the mean of all ranks, before the mean of the subgroup replaces it.
-        post_local_gradient_allreduce: True averages gradients within the subgroup afterwards. False leaves
-            each rank its own gradients. Which converges faster depends on the task.
+        post_local_gradient_allreduce: True averages gradients within the subgroup afterwards. False keeps
+            gradients local. Which of the two converges faster depends on the task.
 
     Raises:
         OptionError: If an option has the wrong type or `start_localSGD_iter` is negative.
@@ -102,7 +101,7 @@ class PostLocalSGDState:
         logger.info("Local SGD will start after %s steps.", self.start_localSGD_iter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the groups, which cannot be saved."""
+        """Return all attributes except the groups, which cannot be saved."""
         lost = [name for name in _GROUPS if getattr(self, name) is not None]
         if lost:
             logger.warning(

@@ -1,10 +1,10 @@
 """Drop-in replacement for `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`, on thinwire's engine.
 
 PowerSGD approximates each gradient matrix by the product of two thin ones, P and Q, and averages those
-(https://arxiv.org/abs/1905.13727). What the product misses is kept as a residual and added to the next
+(https://arxiv.org/abs/1905.13727). The error of the product is kept as a residual and added to the next
 step's gradient. The first `start_powerSGD_iter` steps exchange exact gradients. Vectors are always exact.
 
-The hook takes two collectives a bucket: all ranks average P, orthonormalise it, and average Q. The engine
+The hook takes two collectives per bucket. All ranks average P, orthonormalise it, and average Q. The engine
 issues them in a static order, so any number of buckets can be in flight.
 
 For new code, `thinwire.attach(ddp, thinwire.PowerSGD(rank=4))` is the same algorithm with byte counts,
@@ -21,19 +21,19 @@ Differences from torch:
 - `batched_powerSGD_hook` runs. torch's fails an assertion on every call.
 
 A run that is resumed in a new DDP has the losses of the uninterrupted run. torch's differ from the fourth
-digit on: torch keeps errors and Q by bucket, and a new DDP's first buckets have another order, so errors
-are added to other parameters. Save every rank's own state. Loading rank 0's on all ranks, as in torch's
+digit on, because torch keeps errors and Q by bucket. A new DDP's first buckets have another order, so errors
+are added to the wrong parameters. Save every rank's own state. Loading rank 0's on all ranks, as in torch's
 example, loses the residuals of the other ranks. torch then also adds a residual to parameters that are not
 compressed, such as biases, which thinwire leaves exact.
 
 Performance:
     A matrix of n rows and m columns sends rank * (n + m) numbers instead of n * m. `batched_powerSGD_hook`
-    treats a whole bucket as one square matrix: fewer and larger products, far less accurate. P, Q and their
-    product take about 3 * rank multiplications for each number of the gradient.
+    treats a whole bucket as one square matrix. Products are fewer and larger, but far less accurate. P, Q and
+    their product take about 3 * rank multiplications for each number of the gradient.
 
 Safety:
-    A step with a non-finite mean is rolled back on every rank: residuals, factors, counts and the random
-    state are those before it, and all gradients are NaN, so that a GradScaler skips the step everywhere. A
+    A step with a non-finite mean is rolled back on every rank. Residuals, factors, counts and the random
+    state are restored, and all gradients are NaN, so that a GradScaler skips the step on every rank. A
     pickled state loads under `torch.load`'s default, `weights_only=True`.
 """
 
@@ -153,7 +153,7 @@ class PowerSGDState:
         logger.info("PowerSGD config: %s; random_seed = %s", settings, random_seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all slots but the process group, as tensors and values that `torch.load` accepts."""
+        """Return all slots except the process group, as tensors and values that `torch.load` accepts."""
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         slots = {name: getattr(self, name) for name in self.__slots__ if name != "process_group"}
         kind, keys, *position = self.rng.get_state()
@@ -173,7 +173,11 @@ class PowerSGDState:
             self.rng.set_state(drawn)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step when its last bucket arrives."""
+        """Count a step when its last bucket arrives.
+
+        Args:
+            bucket: Bucket that DDP passed to the hook.
+        """
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -272,14 +276,14 @@ class TorchPowerSGD(PowerSGD):
     state: PowerSGDState = field(repr=False, compare=False)
 
     def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
-        """Return each group's Q: those kept, or new ones drawn in torch's order from one seed per bucket."""
+        """Return each group's Q, either kept or drawn in torch's order from one seed per bucket."""
         kept = self.state.q_memory_dict
         known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
         if self.warm_start and not any(q is None for group in known for q in group):
             return [torch.stack([q for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
-        # torch seeds the global generator for a moment. On the wire thread that would change what the
-        # training thread draws at the same time, such as a dropout mask that is being recomputed.
+        # torch seeds the global generator for a moment. On the wire thread that would change the training
+        # thread's random numbers at the same time, such as a dropout mask that is being recomputed.
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         drawn = [_draw(group, bucket.buffer.dtype, generator, together=together) for group in groups]
         return [qs.to(bucket.buffer) for qs in drawn]
@@ -300,7 +304,7 @@ class StateMemory(Memory):
         self._state = state
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """Return a tensor, or None: a residual from `error_dict` or a factor from `q_memory_dict`."""
+        """Return a residual from `error_dict` or a factor from `q_memory_dict`, or None."""
         kept, key = self._where(place)
         return kept.get(key)
 

@@ -3,9 +3,9 @@
 Differences from torch:
 
 - The exchange is two-shot, so a rank sends 2 (W-1)/W encoded copies instead of W-1.
-- The mean is quantised a second time on its way back. Blocks are smaller to make up for it, and scales are
-  sent with them. The error is at most half a quantisation step of the block, twice. torch's is half a step
-  of the whole bucket (per channel: of a block eight times as large), once.
+- The mean is quantised a second time before it is sent back. Blocks are smaller to compensate for this, and
+    scales are sent with them. The error is at most half a quantisation step of the block, twice. torch's
+    error is half a step of the whole bucket (per channel: of a block eight times as large), once.
 - A state of None means the DDP model's own process group.
 - Half-precision gradients keep their dtype.
 

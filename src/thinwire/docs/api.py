@@ -87,8 +87,8 @@ def example(text: str) -> str:
     prompted = ">>> " in text
     if prompted and not text.startswith(">>> "):
         before, _, rest = text.partition(">>> ")
-        told = inline(" ".join(before.split()), _plain)
-        return f"**Example.** {told}\n\n{code('>>> ' + textwrap.dedent(rest))}"
+        intro = inline(" ".join(before.split()), _plain)
+        return f"**Example.** {intro}\n\n{code('>>> ' + textwrap.dedent(rest))}"
     return f"**Example**\n\n{code(text)}"
 
 

@@ -1,4 +1,4 @@
-"""What every section of a page needs: the package, the files around it, and links between pages."""
+"""The input of every section of a page: the package, the files around it, and links between pages."""
 
 import re
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 Link = Callable[[str], str]
-"""Turns the text of a code span into Markdown, with a link where it names something."""
+"""A function that turns the text of a code span into Markdown, with a link if it is a known name."""
 
 _FIELDS = {
     "args": "param",
@@ -108,7 +108,7 @@ def _joined(lines: list[str]) -> str:
 
 
 def inline(text: str, link: Link) -> str:
-    """Return one paragraph as Markdown: code spans are linked, everything else is taken literally."""
+    """Return one paragraph as Markdown. Code spans are linked, everything else is taken literally."""
     made, end = [], 0
     for span in _SPAN.finditer(text):
         made += [_SPECIAL.sub(r"\\\1", text[end : span.start()]), link(" ".join(span["code"].split()))]
@@ -180,7 +180,7 @@ def _list(lines: list[str], link: Link) -> str:
 
 
 def code(text: str) -> str:
-    """Return a fenced block: Python where it parses, a session where it has prompts, text otherwise."""
+    """Return a fenced block: Python if it parses, a session if it has prompts, text otherwise."""
     text = textwrap.dedent(text).strip("\n")
     if text.startswith(">>> "):
         language = "pycon"

@@ -1,4 +1,4 @@
-"""The sections of a page about what is known of a module: dependencies, figures, safety, tests, relatives."""
+"""The sections of a page with facts about a module: dependencies, figures, safety, tests, related pages."""
 
 import re
 from collections.abc import Iterator
@@ -6,29 +6,29 @@ from collections.abc import Iterator
 from thinwire.docs.api import example
 from thinwire.docs.book import Book, counted, table
 from thinwire.docs.docstrings import inline, markdown, parse
-from thinwire.docs.findings import dependencies, refusals, touches
+from thinwire.docs.findings import dependencies, raised_errors, touches
 from thinwire.docs.project import Page
 from thinwire.docs.relations import Program, Text
 from thinwire.docs.sections import story
 
-_MOST_TESTS, _MOST_REFUSALS, _MOST_ROWS, _MOST_BLOCKS = 8, 12, 14, 3
+_MOST_TESTS, _MOST_ERRORS, _MOST_ROWS, _MOST_BLOCKS = 8, 12, 14, 3
 
 
 def switching(book: Book, page: Page) -> str:
-    """Return what the replaced module does differently, and the lines to change."""
+    """Return the differences from the replaced module, and the lines to change."""
     replaced = book.replaced(page.main)
     names = [one.item.name for one in book.entries(page)]
     module, before = page.main.name, str(replaced)
     if not names:
         names, module, before = [page.main.leaf], module.rpartition(".")[0], before.rpartition(".")[0]
     differences = story(book.doc(page.main).body)[1]
-    told = (
+    text = (
         markdown(differences, book.names.linker(page.main))
         if differences
         else ("No difference in names, signatures and defaults.")
     )
     lines = f"# before\n{_import(before, names)}\n\n# after\n{_import(module, names)}"
-    return f"{told}\n\nTo switch, change the prefix of the import:\n\n```python\n{lines}\n```"
+    return f"{text}\n\nTo switch, change the prefix of the import:\n\n```python\n{lines}\n```"
 
 
 def _import(module: str, names: list[str]) -> str:
@@ -40,7 +40,7 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def needs(book: Book, page: Page) -> str:
-    """Return imports: of the standard library, of other packages, and within the package."""
+    """Return the imports from the standard library, from other packages, and within the package."""
     standard, third = set(), set()
     for module in page.modules:
         first, second = dependencies(module, book.project.name)
@@ -60,7 +60,7 @@ def needs(book: Book, page: Page) -> str:
 
 
 def performance(book: Book, page: Page) -> str:
-    """Return what the docstring says, rows of recorded benchmarks that name it, and programs that run it."""
+    """Return the docstring's figures, rows of recorded benchmarks that name it, and programs that run it."""
     parts = _stated(book, page, "performance")
     words = {one for one in _measured_names(book, page) if re.search(r"[A-Z_]|\d", one)}
     figures = [
@@ -103,8 +103,8 @@ def _figures(book: Book, text: Text, words: set[str]) -> list[str]:
         while shown and not pattern.search(shown[-1]):
             shown.pop()  # the head of a group that was cut off
         if shown:
-            told = "\n".join(shown)
-            made.append(f"From {book.text_link(text)}:\n\n```text\n{told}\n```")
+            rows = "\n".join(shown)
+            made.append(f"From {book.text_link(text)}:\n\n```text\n{rows}\n```")
     return made
 
 
@@ -139,18 +139,18 @@ def _reaching(book: Book, page: Page, programs: list[Program]) -> tuple[list[Pro
 
 
 def safety(book: Book, page: Page) -> str:
-    """Return what the module promises, what it rejects, and what it touches outside itself."""
+    """Return the module's promises, the errors that it raises, and its effects outside itself."""
     parts = _stated(book, page, "safety")
     rows = []
     for module in page.modules:
-        for one in refusals(module):
+        for one in raised_errors(module):
             where = book.source_link(module, one.where or module.leaf, one.line)
             rows.append([f"`{one.error}`", inline(one.message, _code), where])
     if rows:
         parts.append(f"It raises, instead of continuing ({counted(len(rows), 'check')}):")
-        parts.append(table(["error", "message", "raised by"], rows[:_MOST_REFUSALS]))
-        if len(rows) > _MOST_REFUSALS:
-            parts.append(f"{len(rows) - _MOST_REFUSALS} more are in the source.")
+        parts.append(table(["error", "message", "raised by"], rows[:_MOST_ERRORS]))
+        if len(rows) > _MOST_ERRORS:
+            parts.append(f"{len(rows) - _MOST_ERRORS} more are in the source.")
     parts.append(_outside(page))
     return "\n\n".join(parts)
 
@@ -168,7 +168,7 @@ def _outside(page: Page) -> str:
     listed = "\n".join(
         f"- {what}: {', '.join(f'`{one}`' for one in sorted(names)[:6])}" for what, names in found.items()
     )
-    return f"What its source does beyond computing, by the names that it uses:\n\n{listed}"
+    return f"Effects of its source beyond computing, by the names that it uses:\n\n{listed}"
 
 
 def testing(book: Book, page: Page) -> str:
@@ -199,7 +199,7 @@ def _usage(book: Book, page: Page) -> str:
 
 
 def related(book: Book, page: Page) -> str:
-    """Return pages nearby: those of the same room, and sections of guides that mention the module's names."""
+    """Return related pages of the same room, and sections of guides that mention the module's names."""
     parts = []
     parent = page.name.rpartition(".")[0]
     nearby = [one for one in book.project.pages if one.name.rpartition(".")[0] == parent and one is not page]

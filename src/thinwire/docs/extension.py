@@ -1,4 +1,4 @@
-"""The Sphinx extension: links the types in signatures."""
+"""The Sphinx extension, which links the types in signatures."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.TextElement
 ) -> nodes.Node | None:
-    """Link a type in a signature to the one public thing of that name, or leave it as text.
+    """Link a type in a signature to the one public object of that name, or leave it as text.
 
-    A link that a page spells out and that leads nowhere is still reported.
+    Broken links that a page spells out are still reported.
     """
     names: Names | None = app.config.documented_names
     if names is None or node.get("refdomain") != "py" or node.get("refexplicit"):

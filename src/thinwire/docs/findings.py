@@ -1,4 +1,4 @@
-"""Facts about a module that its syntax tree shows: errors that it raises, what it touches outside itself."""
+"""Facts from a module's syntax tree: the errors that it raises, and its effects outside itself."""
 
 import ast
 import sys
@@ -27,11 +27,11 @@ _TOUCHES = {
     },
     "reads the environment": {"os.environ", "os.getenv"},
 }
-"""What a reader who cares about safety asks, and the names in the source that answer yes."""
+"""Effects that matter for safety, and the names in the source that show them."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RaisedError:
     """A raise statement.
 
     Args:
@@ -47,25 +47,25 @@ class Refusal:
     line: int
 
 
-def refusals(module: Module) -> list[Refusal]:
-    """Return what a module raises with a message, in the order of its lines."""
-    return list(_refusals(module.tree.body, ""))
+def raised_errors(module: Module) -> list[RaisedError]:
+    """Return the errors that a module raises with a message, in the order of its lines."""
+    return list(_raised_errors(module.tree.body, ""))
 
 
-def _refusals(body: Iterable[ast.AST], where: str) -> Iterator[Refusal]:
+def _raised_errors(body: Iterable[ast.AST], where: str) -> Iterator[RaisedError]:
     for node in body:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             message = " ".join(_text(node.exc.args[0]).split()) if node.exc.args else ""
             if message:
-                yield Refusal(ast.unparse(node.exc.func), message, where, node.lineno)
+                yield RaisedError(ast.unparse(node.exc.func), message, where, node.lineno)
         inner = where
         if isinstance(node, Function | ast.ClassDef):
             inner = f"{where}.{node.name}" if where else node.name
-        yield from _refusals(ast.iter_child_nodes(node), inner)
+        yield from _raised_errors(ast.iter_child_nodes(node), inner)
 
 
 def _text(node: ast.expr) -> str:
-    """Return a message as its source spells it: constants as they are, values as `…`."""
+    """Return a message as in its source, with constants unchanged and values as `…`."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -76,7 +76,7 @@ def _text(node: ast.expr) -> str:
 
 
 def touches(module: Module) -> dict[str, list[str]]:
-    """Return what a module does beyond computing, each with the calls that show it."""
+    """Return a module's effects beyond computing, each with the calls that show it."""
     used = _used_names(module)
     found: dict[str, list[str]] = {}
     for what, names in _TOUCHES.items():

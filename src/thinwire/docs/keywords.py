@@ -106,7 +106,7 @@ def _terms(book: Book, text: Text) -> Iterator[Keyword]:
     page = text.path.removesuffix(".md")
     for line in text.lines:
         row = _TERM.match(line)
-        terms, told = (row["terms"].split(", "), row["text"]) if row else ([], "")
+        terms, meaning = (row["terms"].split(", "), row["text"]) if row else ([], "")
         for term in terms:
             yield Keyword(
                 word=term,
@@ -114,7 +114,7 @@ def _terms(book: Book, text: Text) -> Iterator[Keyword]:
                 page=page,
                 anchor=text.identifier,
                 section=text.title,
-                summary=told,
+                summary=meaning,
             )
             for one in _users(book, term):
                 yield Keyword(
@@ -165,7 +165,7 @@ def as_list(found: list[Keyword], base: str, *, here: str = "") -> str:
 
     Args:
         found: Sorted keywords.
-        base: What leads from the page to the top of the site: "../" or nothing.
+        base: The path from the page to the top of the site, "../" or empty.
         here: The page itself, whose links stay on it and need no title.
     """
     grouped: dict[str, list[Keyword]] = {}

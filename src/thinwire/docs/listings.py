@@ -62,7 +62,7 @@ def write_listings(project: Project, out: Path) -> None:
 
 
 def _styles() -> str:
-    """Return the colours of both themes: the reader's choice on the site wins over the system's."""
+    """Return the colours of both themes. The reader's choice on the site overrides the system's."""
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight") + _DARK
     system = f"@media (prefers-color-scheme: dark) {{ html:not([data-theme=light]) {{ {dark} }} }}"

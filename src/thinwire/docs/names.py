@@ -27,7 +27,7 @@ class Names:
             self._targets |= {f"{entry.name}.{one.name}" for one in members_shown(entry)}
 
     def unique(self, short: str) -> str | None:
-        """Return the full name of the one public thing called `short`, or None."""
+        """Return the full name of the only public object called `short`, or None."""
         found = self._short.get(short.rpartition(".")[2], set())
         return next(iter(found)) if len(found) == 1 else None
 
@@ -35,8 +35,8 @@ class Names:
         """Return a function that links the code spans of a docstring.
 
         Args:
-            module: The module that the docstring stands in.
-            entry: The public thing that it documents, whose own parameters are not links.
+            module: The module that contains the docstring.
+            entry: The public object that it documents, whose own parameters are not links.
         """
         own = set(entry.item.parameters) if entry else set()
         for member in entry.item.members if entry else ():
@@ -78,7 +78,7 @@ def members_shown(entry: Entry) -> list[Item]:
 
 
 def literal(code: str) -> str:
-    """Return a code span, whatever backticks it contains."""
+    """Return a code span, which may contain backticks."""
     ticks = "`" * (1 + max((len(run) for run in re.findall(r"`+", code)), default=0))
     pad = " " if code.startswith("`") or code.endswith("`") else ""
     return f"{ticks}{pad}{code}{pad}{ticks}"

@@ -48,15 +48,15 @@ def index_page(book: Book) -> str:
     """Return the start page, from which every page can be reached."""
     project, link = book.project, book.names.linker
     main = project.modules.get(project.name)
-    told = (
+    intro = (
         [inline(book.doc(main).summary, link(main)), markdown(book.doc(main).body, link(main))]
         if main
         else []
     )
     example = book.doc(main).texts.get("example") if main else None
     if example:
-        told.append(code(example))
-    told.append(
+        intro.append(code(example))
+    intro.append(
         "Find a name in the [keyword index](keywords.md), the {ref}`general index <genindex>` or with the"
         " search. Programs can read [keywords.json](keywords.json) and [llms.txt](llms.txt)."
     )
@@ -65,7 +65,7 @@ def index_page(book: Book) -> str:
     shown = [
         f"## {title}\n\n" + "\n".join(_line(book, one) for one in held) for title, held in contents.items()
     ]
-    return "\n\n".join([f"# {project.name}", *told, *shown, *trees]) + "\n"
+    return "\n\n".join([f"# {project.name}", *intro, *shown, *trees]) + "\n"
 
 
 def _line(book: Book, document: str) -> str:
@@ -79,7 +79,7 @@ def _line(book: Book, document: str) -> str:
 
 
 def _contents(book: Book) -> dict[str, list[str]]:
-    """Return the documents of the site by the heading that they stand under."""
+    """Return the documents of the site by heading."""
     pages = [
         path.relative_to(book.project.root).as_posix() for path in book.relations.pages if book.project.root
     ]

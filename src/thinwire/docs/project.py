@@ -1,4 +1,4 @@
-"""A package as a site sees it: which modules have a page, which names are public, and where they stand."""
+"""The structure of a package's site: modules with a page, public names, and where they are documented."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Entry:
 
     Attributes:
         name: The shortest name to import it by, such as `thinwire.Int8`.
-        canonical: Where it is defined, such as `thinwire.programs.presets.Int8`.
+        canonical: The name under which it is defined, such as `thinwire.programs.presets.Int8`.
         aliases: Its other public names.
         item: Its definition.
         module: The module that defines it.
@@ -95,9 +95,9 @@ class Project:
 
     @cached_property
     def public_rooms(self) -> set[str]:
-        """Packages that users import from: those in which any module has `__all__`.
+        """Packages that users import from, in which any module has `__all__`.
 
-        Without `__all__` anywhere, all packages whose names have no leading underscore.
+        Without `__all__` anywhere, these are all packages whose names have no leading underscore.
         """
         packages = [one for one in self.modules.values() if one.is_package]
         stated = any(one.exports is not None for one in self.modules.values())
@@ -110,7 +110,7 @@ class Project:
         return rooms
 
     def room(self, module: str) -> str:
-        """Return the top-level folder of a module, or the package itself for those beside `__init__.py`."""
+        """Return the top-level folder of a module, or the package itself for modules directly in it."""
         parts = module.split(".")
         room = ".".join(parts[:2])
         known = self.modules.get(room)
@@ -147,7 +147,7 @@ class Project:
 
     @cached_property
     def _exported_from(self) -> set[str]:
-        """Modules whose names are exported by another module: their other names are internal."""
+        """Modules whose names are exported by another module. Their other names are internal."""
         found = set()
         for module in self.modules.values():
             for name in module.exports or ():
@@ -226,7 +226,7 @@ class Project:
         return found
 
     def module_behind(self, dotted: str) -> str | None:
-        """Return the module that a dotted name is, or is defined in; None if it is not of this package."""
+        """Return the module that a dotted name refers to or is defined in; None outside this package."""
         if dotted in self.modules:
             return dotted
         found = self.resolve(dotted)

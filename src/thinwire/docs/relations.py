@@ -1,4 +1,4 @@
-"""What a checkout has about a module: tests, benchmarks, examples and pages that use or mention it."""
+"""A module's relations in a checkout: tests, benchmarks, examples and pages that use or mention it."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The sections of a page about what a module is: metadata, purpose, overview, API, architecture, source."""
+"""The sections of a page that describe a module: metadata, purpose, overview, API, architecture, source."""
 
 import re
 
@@ -54,7 +54,7 @@ def purpose(book: Book, page: Page) -> str:
 
 
 def overview(book: Book, page: Page) -> str:
-    """Return the rest of the docstring, then what the module defines, or each module of a room."""
+    """Return the rest of the docstring, then the module's definitions, or each module of a room."""
     link = book.names.linker(page.main)
     parts = [markdown(story(book.doc(page.main).body)[0], link)]
     parts += [code(text) for text in _examples(book, page.main)]
@@ -126,7 +126,7 @@ def _summary(book: Book, module: Module, item: Item) -> str:
 
 
 def story(body: str) -> tuple[str, str]:
-    """Split the text of a docstring into what it is about and its differences from another module."""
+    """Split the text of a docstring into its description and the differences from another module."""
     before, mark, after = body.partition(DIFFERENCES)
     if not mark or (before and not before.endswith("\n\n")):
         return body, ""
@@ -144,7 +144,7 @@ def api(book: Book, page: Page) -> str:
 
 
 def architecture(book: Book, page: Page) -> str:
-    """Return where the module stands: a drawing of its neighbours, and the chain of imports to it."""
+    """Return a drawing of the module's neighbours, and the chain of imports to it."""
     importers, imported = book.neighbours(page)
     links = {book.short(name): f"{name}.html" for name in importers | imported}
     drawn = neighbours(
@@ -154,20 +154,20 @@ def architecture(book: Book, page: Page) -> str:
     )
     chain = _chain(book, page)
     if len(chain) > 1:
-        told = (
+        text = (
             "Shortest chain of imports from the package to it: "
             + " → ".join(book.page_link(one) for one in chain)
             + "."
         )
     elif page.main.name == book.project.name:
-        told = "It is the package itself, from which every chain of imports begins."
+        text = "It is the package itself, from which every chain of imports begins."
     else:
-        told = "`import " + book.project.name + "` does not load it: it is imported on demand."
-    return f"```{{raw}} html\n{drawn}\n```\n\n{told}"
+        text = "`import " + book.project.name + "` does not load it: it is imported on demand."
+    return f"```{{raw}} html\n{drawn}\n```\n\n{text}"
 
 
 def _chain(book: Book, page: Page) -> list[str]:
-    """Return the modules on the shortest way from the package to the page, or an empty list."""
+    """Return the modules on the shortest path from the package to the page, or an empty list."""
     goal, start = {one.name for one in page.modules}, book.project.name
     if start in goal:
         return []

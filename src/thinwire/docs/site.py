@@ -1,4 +1,4 @@
-"""Builds the site: writes Markdown into a folder of its own, and runs Sphinx on it."""
+"""The build of a site, which writes Markdown to a separate folder and runs Sphinx on it."""
 
 import importlib.util
 import io
@@ -85,7 +85,7 @@ def _make_room(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / _MARK).exists():
         raise OptionError(f"out={str(out)!r} is a folder with other files: choose an empty or a new one")
     if out.exists() and not out.is_dir():
-        raise OptionError(f"out={str(out)!r} is a file: give a folder")
+        raise OptionError(f"out={str(out)!r} is a file: pass a folder")
     shutil.rmtree(out, ignore_errors=True)
 
 

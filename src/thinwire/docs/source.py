@@ -1,4 +1,4 @@
-"""A package as its sources describe it: modules, items, parameters, docstrings. Nothing is imported."""
+"""The content of a package's sources: modules, items, parameters, docstrings. Nothing is imported."""
 
 import ast
 import importlib.util
@@ -41,7 +41,7 @@ class Item:
 
     @property
     def public(self) -> bool:
-        """Whether the name does not begin with an underscore, or is a dunder such as `__version__`."""
+        """True for names without a leading underscore, and for dunders such as `__version__`."""
         return not self.name.startswith("_") or (self.name.startswith("__") and self.name.endswith("__"))
 
 
@@ -55,7 +55,7 @@ class Module:
         text: Its text.
         tree: Its syntax tree.
         doc: Its docstring.
-        items: What it defines at its top level, in the order of the file.
+        items: Its top-level definitions, in the order of the file.
         exports: `__all__`, or None.
         imported: Dotted names that it imports, by local name: {"Cast": "thinwire.codecs.cast.Cast"}.
         is_package: Whether it is the `__init__.py` of a folder.
@@ -82,7 +82,7 @@ class Module:
         return self.name.rpartition(".")[2]
 
     def item(self, name: str) -> Item | None:
-        """Return what the module defines under `name`, or None."""
+        """Return the module's definition of `name`, or None."""
         return next((one for one in self.items if one.name == name), None)
 
 
@@ -105,14 +105,14 @@ def find_package(name: str) -> Path:
     origin = Path(spec.origin) if spec is not None and spec.origin else None
     if origin is None or origin.suffix != ".py":
         raise OptionError(
-            f"package={name!r} has no Python source that can be found: give the name of an installed package"
+            f"package={name!r} has no Python source that can be found: pass the name of an installed package"
             " or its folder"
         )
     return origin.parent.resolve() if origin.name == "__init__.py" else origin.resolve()
 
 
 def read_package(path: Path) -> list[Module]:
-    """Return all modules of a package's folder, or the one of a file, by name.
+    """Return all modules of a package's folder, or the single module of a file, by name.
 
     Files that this Python cannot parse are left out, as are folders without `__init__.py`.
     """
@@ -183,7 +183,7 @@ def _exports(tree: ast.Module) -> tuple[str, ...] | None:
 
 
 def _items(body: list[ast.stmt]) -> Iterator[Item]:
-    """Yield what a module defines, once per name: a definition with a docstring wins over overloads."""
+    """Yield a module's definitions, once per name. A definition with a docstring replaces its overloads."""
     seen: dict[str, Item] = {}
     for node, doc in _flat(body):
         for item in _item(node, doc):
@@ -194,7 +194,7 @@ def _items(body: list[ast.stmt]) -> Iterator[Item]:
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield statements, those inside `if` and `try` too, each with the text that stands below it."""
+    """Yield statements, including those inside `if` and `try`, each with the docstring below it."""
     for node, below in itertools.zip_longest(body, body[1:]):
         if isinstance(node, ast.If | ast.Try):
             yield from _flat(node.body)

@@ -1,1 +1,1 @@
-"""Collectives, their static order, and the engine that issues them. No other package issues any."""
+"""Collectives, their static order, and the engine that issues them. No other package issues collectives."""

@@ -23,11 +23,11 @@ _AS_WRITTEN = "as written: "
 
 @dataclass(frozen=True)
 class Described:
-    """A value in two texts, such as a program: one is compared, the other shown.
+    """A value, such as a program, as two texts: one to compare and one to show.
 
     Attributes:
-        full: All options, by which ranks are compared.
-        written: What the user wrote, for errors.
+        full: The text with all options, which ranks compare.
+        written: The text as the user wrote it, for errors.
     """
 
     full: str
@@ -35,11 +35,11 @@ class Described:
 
 
 SetUp = Mapping[str, str | Described]
-"""What must be equal on all ranks, by subject."""
+"""The values that must be equal on all ranks, by subject."""
 
 
 def shown(values: Sequence[Described]) -> list[str]:
-    """Return different values as the user wrote them, or in full if that would not tell them apart."""
+    """Return different values as the user wrote them, or in full if they would look the same."""
     written = [one.written for one in values]
     return written if len(set(written)) == len(values) else [one.full for one in values]
 
@@ -47,7 +47,7 @@ def shown(values: Sequence[Described]) -> list[str]:
 def set_up_of(
     parameters: Mapping[str, torch.Tensor], program: Described, **options: object
 ) -> dict[str, str | Described]:
-    """Describe as text all that must be equal on every rank.
+    """Describe as text the values that must be equal on every rank.
 
     Args:
         parameters: The model's parameters by name.
@@ -118,7 +118,7 @@ def decline(reason: str, meeting: Meeting, topic: str = _ATTACH) -> None:
 
 @contextlib.contextmanager
 def agreeing(meeting: Meeting, limit: timedelta, topic: str) -> Iterator[dict[str, str | Described]]:
-    """Do something on all ranks, so that all of them raise if one does. Collective.
+    """Run a block on all ranks, so that all of them raise if one does. Every rank must enter it.
 
     Args:
         meeting: The ranks.

@@ -1,6 +1,7 @@
 """Blocking execution of programs on the caller's own process group.
 
-For work between steps, such as averaging parameters, when no other collective is in flight on that group.
+It is meant for work between steps, such as averaging parameters, when no other collective is in flight on
+that group.
 """
 
 import time
@@ -27,7 +28,7 @@ def run_blocking(steps: Steps[Result], group: AnyGroup) -> Result:
         group: The process group. No other collective may be in flight on it.
 
     Returns:
-        What the program returns.
+        The program's result.
 
     Raises:
         WireError: A collective failed.

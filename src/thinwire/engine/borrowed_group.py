@@ -30,7 +30,7 @@ _NO_TIME = timedelta(0)
 
 
 class AnyGroup(Protocol):
-    """The methods of c10d's ProcessGroup that are used. torch.distributed need not know the group."""
+    """The methods of c10d's ProcessGroup that thinwire uses. Unregistered groups work, too."""
 
     def rank(self) -> int:
         """Return this rank."""
@@ -67,8 +67,9 @@ class BorrowedGroup:
     """A communicator on the caller's own group, without a store.
 
     Rank and size are read from the group with every collective, so a group may be reconfigured between steps.
-    No other collective may be in flight on it. No messages are sent on it, because the caller's own could
-    have the same tags. `abort` and `close` leave it alone, since it is the caller's.
+    No other collective may be in flight on it. No point-to-point messages are sent on it, because the
+    caller's own could have the same tags. `abort` and `close` leave the group unchanged, since the caller
+    owns it.
 
     Args:
         group: A process group, or an object with the same methods.
@@ -115,10 +116,10 @@ class BorrowedGroup:
         return _start(op, self._group, size)
 
     def abort(self) -> None:
-        """Do nothing: the group is the caller's."""
+        """Do nothing, because the caller owns the group."""
 
     def close(self) -> None:
-        """Do nothing: the group is the caller's."""
+        """Do nothing, because the caller owns the group."""
 
 
 def _start(op: Collective, group: AnyGroup, size: int) -> Pending:
@@ -151,5 +152,5 @@ def _start(op: Collective, group: AnyGroup, size: int) -> Pending:
             from_one.rootRank = src
             work = group.broadcast([tensor], from_one)
         case _:
-            raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+            raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
     return Issued([work], lambda: op.tensor)

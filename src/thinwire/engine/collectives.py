@@ -1,4 +1,4 @@
-"""Collectives as calls of torch.distributed, on tensors that every backend takes."""
+"""Collectives as calls of torch.distributed, on tensors of dtypes that every backend supports."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def start(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
-    """Start a collective on a group that torch.distributed knows, and return without waiting for it."""
+    """Start a collective on a group of torch.distributed, and return without waiting for it."""
     tensor = op.tensor if op.tensor.dtype in PLAIN else carrier(op)
     match op:
         case AllReduce():
@@ -56,7 +56,7 @@ def start(op: Collective, group: dist.ProcessGroup, size: int) -> Pending:
         case Broadcast(src=src):
             work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
             return Issued([work], lambda: op.tensor)
-    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+    raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
 
 
 PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int64}

@@ -15,15 +15,15 @@ class NotConnectedError(WireError):
 
 
 class Communicator(Protocol):
-    """An issuer of collectives. The engine needs nothing else of a process group.
+    """An issuer of collectives. It is all that the engine needs of a process group.
 
-    `GroupCommunicator` has a process group of thinwire's own, `BorrowedGroup` uses one of any kind that the
+    `GroupCommunicator` makes a process group of its own. `BorrowedGroup` uses a group of any kind that the
     caller owns.
     """
 
     @property
     def rank(self) -> int:
-        """This rank. It may change between steps, where replicas come and go."""
+        """This rank. It may change between steps if replicas join or leave."""
 
     @property
     def size(self) -> int:
@@ -42,7 +42,14 @@ class Communicator(Protocol):
         """The ranks' store, through which they report failures, or None without one."""
 
     def in_any_order(self, op: Collective) -> bool:
-        """Return whether ranks may issue this collective at different places among others."""
+        """Return whether ranks may issue a collective at different points of their order.
+
+        Args:
+            op: The collective.
+
+        Returns:
+            True if ranks match it by its tag, False if they match it by the order of issue.
+        """
 
     def issue(self, op: Collective | Await, turn: Turn | None = None) -> Pending:
         """Issue a collective and return without waiting for it.
@@ -61,7 +68,7 @@ class Communicator(Protocol):
         """
 
     def abort(self) -> None:
-        """Fail all that is in flight, at once, where the backend can do so."""
+        """Fail all collectives in flight at once, if the backend can do so."""
 
     def close(self) -> None:
         """Release the process group. Collectives still in flight on other ranks fail there."""

@@ -1,7 +1,7 @@
 """The engine, which runs programs and issues their collectives in the static order.
 
-On CPU, backward's own thread takes the turns that need no waiting, and one wire thread takes those that do.
-So backward never waits before its end. On accelerators the same order runs inline, inside the hook, on a side
+On CPU, backward's own thread takes the turns that do not block, and one wire thread takes those that do, so
+backward never waits before its end. On accelerators the same order runs inline, inside the hook, on a side
 stream. Collectives there return at once and are ordered by the stream, so the wire thread only enforces the
 time limit. (This project's CI has no accelerator: the inline path is tested on the CPU, and against a model
 of streams, events and memory.)
@@ -41,8 +41,8 @@ class Engine:
         communicator: Issues the collectives. `close` closes it.
         device: The device of the gradients.
         inline: Whether programs run inside `submit`. None: on accelerators only.
-        meter: Where steps are recorded. None makes a new one.
-        purpose: What the steps exchange, as in `StepRecord`.
+        meter: Records the steps. None makes a new one.
+        purpose: The purpose of the steps, as in `StepRecord`.
     """
 
     def __init__(
@@ -81,13 +81,14 @@ class Engine:
             label: The program's name in errors.
             last: Whether it ends the step.
             instead: The future's value if the program fails after `guard` was called for its step. Without
-                `guard`, the future raises. On an accelerator its memory is kept for the program.
+                `guard`, the future raises. On an accelerator the tensor's memory is kept until the program
+                ends.
 
         Returns:
-            A future of what the program returns.
+            A future of the program's result.
 
         Raises:
-            WireError: The engine is closed, or a collective has failed before.
+            WireError: The engine is closed, or an earlier collective failed.
             ProgramError: An earlier program has failed.
         """
         if self._closed:
@@ -113,7 +114,7 @@ class Engine:
 
     @property
     def mid_step(self) -> bool:
-        """Whether a step has begun and its last program has not been submitted."""
+        """True from the start of a step until its last program is submitted."""
         return self._open is not None
 
     @property
@@ -156,14 +157,14 @@ class Engine:
                     raise WireError("the wire thread has died, so this step will not end: restart the job")
             if step is self._ended:
                 self._ended = None
-        self._side_stream.join()  # what the host does next may read, or free, what programs have written
+        self._side_stream.join()  # the host may read or free the programs' results next
         self.check()
 
     def fail(self, error: ThinwireError) -> None:
-        """Take the wire down because ranks have diverged, as a failed program does, and raise the error.
+        """Shut the wire down because ranks have diverged, as a failed program does, and raise the error.
 
         Args:
-            error: What a check of a finished step has found, on every rank alike.
+            error: The error that a check of a finished step found, the same on every rank.
 
         Raises:
             ThinwireError: `error`, now and in every later call.
@@ -258,12 +259,12 @@ def _serve(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: bool)
 def _receive(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: bool) -> bool:
     """Wait until a turn may be due, without the scheduler's lock, and fail a step that exceeds the limit.
 
-    What it waits for is the oldest collective in flight, or else the inbox. (A completion callback would not
-    need to wait, but it would run Python on the backend's threads, and those abort the process if they
+    It waits for the oldest collective in flight, or for the inbox if there is none. (A completion callback
+    would avoid the wait, but it would run Python on the backend's threads. These abort the process if they
     complete while the interpreter shuts down.)
 
     Returns:
-        Whether to advance; False stops the thread.
+        True to advance; False to stop the thread.
     """
     if not inline and scheduler.await_oldest():
         return _nothing_stops(inbox)

@@ -14,7 +14,7 @@ def report(communicator: Communicator, text: str) -> None:
 
 
 def roll_call(communicator: Communicator, op: object) -> str:
-    """Describe which ranks report a failure, or which do not.
+    """Describe which ranks have reported a failure, and which have not.
 
     Ranks outside the collective may have no failure to report. They are named only if all ranks of the
     collective have reported, since one outside must then be the cause.

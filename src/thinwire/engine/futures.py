@@ -35,9 +35,9 @@ def is_at_work() -> bool:
 class Result(torch.futures.Future[Any]):
     """The future of a program's result, or of a callback's.
 
-    A hook may wait for it, as torch's single-stage hooks allow. The engine must be notified, or the wait
-    would never end: the engine holds back a bucket's second collective until later buckets have issued their
-    first, and DDP hands over those buckets only after the wait.
+    A hook may wait for it, as torch's single-stage hooks allow. The engine must be notified of the wait.
+    Otherwise the wait would never end, because the engine delays a bucket's second collective until later
+    buckets have issued their first, and DDP passes those buckets to the hook only after the wait.
 
     Args:
         device: The device of the result.
@@ -52,7 +52,7 @@ class Result(torch.futures.Future[Any]):
     def wait(self) -> Any:
         """Wait for the value, and raise if it is an error.
 
-        The engine is notified even if the result is there already, because that differs between ranks.
+        The engine is notified even if the result is available already, because that differs between ranks.
         """
         if not is_at_work():
             for notify in self._awaited:
@@ -65,7 +65,7 @@ class Result(torch.futures.Future[Any]):
             self._awaited = [*other._awaited, *self._awaited]
 
     def then(self, callback: Callable[["torch.futures.Future[Any]"], Any]) -> "Result":
-        """Return a future of what `callback` returns; waits for that one are detected too."""
+        """Return a future of the result of `callback`; waits for that future are detected too."""
         result = Result(self._device)
         result.depend_on(self)
 
@@ -82,7 +82,7 @@ class Result(torch.futures.Future[Any]):
         return result
 
     def add_done_callback(self, callback: Callable[["torch.futures.Future[Any]"], None]) -> None:
-        """Call `callback` when the result is there."""
+        """Call `callback` when the result is available."""
 
         def call(done: "torch.futures.Future[Any]") -> None:
             with at_work():
@@ -101,7 +101,7 @@ class Result(torch.futures.Future[Any]):
 
 
 class _Failure:
-    """The value of a failed future. DDP prints it, in C++, in its error that the value is no tensor."""
+    """The value of a failed future. DDP's C++ code prints it in its error that the value is not a tensor."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

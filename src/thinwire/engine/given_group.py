@@ -8,10 +8,10 @@ from thinwire.errors import OptionError
 def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the given group, or the whole world for None.
 
-    A rank outside a group has torch's placeholder for it, which is returned as it is.
+    On a rank outside the group, torch's placeholder for it is returned unchanged.
 
     Raises:
-        OptionError: If it is no process group, or None while torch.distributed is not initialised.
+        OptionError: It is not a process group, or it is None and torch.distributed is not initialised.
     """
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:

@@ -72,7 +72,7 @@ class GroupCommunicator:
         return self._connect(ranks, f"thinwire_subgroup_{self.meeting.count('subgroup')}_from_{ranks[0]}")
 
     def abort(self) -> None:
-        """Fail all that is in flight, at once, here and on the other ranks. Only Gloo's groups can do so."""
+        """Fail all collectives in flight at once, on this rank and the others. Only Gloo can do so."""
         for hidden in [one for one in self._hidden if self._on_gloo and one.usable]:
             cut(hidden.group)
 
@@ -84,7 +84,7 @@ class GroupCommunicator:
             hidden.pop().destroy()
 
     def in_any_order(self, op: Collective) -> bool:
-        """Return whether a collective travels as messages, which are matched by tags and need no order."""
+        """Return whether a collective is sent as messages, which are matched by tags and need no order."""
         return self._on_gloo and op.tensor.device.type == "cpu" and isinstance(op, Messaged)
 
     def issue(self, op: Collective | Await, turn: Turn | None = None) -> Pending:
@@ -94,7 +94,7 @@ class GroupCommunicator:
 
         Args:
             op: The collective, or a future to wait for.
-            turn: What it is matched by, if it may be issued in any order.
+            turn: The bucket and stage by which ranks match it, if it may be issued in any order.
 
         Returns:
             The collective in flight.
@@ -127,7 +127,7 @@ class GroupCommunicator:
         return self._mailboxes[group]
 
     def _among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the process group of some of the ranks, which make it together when it is first needed."""
+        """Return the process group of some of the ranks. These ranks make it on its first use."""
         if ranks not in self._subgroups:
             name = f"{self._name}_among_{'_'.join(map(str, ranks))}"
             self._subgroups[ranks] = self._connect_hidden(ranks, name).group

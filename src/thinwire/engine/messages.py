@@ -1,13 +1,13 @@
 """Collectives as messages from rank to rank, on Gloo.
 
 Gloo's own all-to-all and all-gather send before they announce that they can receive. The announcement then
-waits behind the data, so one direction of a link is idle at a time. Here every receive is posted before
+queues behind the data, so only one direction of a link is busy at a time. Here every receive is posted before
 anything is sent, and both directions are busy at once. Gloo's own reduce-scatter sends as much as an
 all-reduce. Here it is an all-to-all and a sum.
 
-A message is matched by its tag, which is computed from the turn, the kind and the size of its exchange.
-Ranks whose exchanges differ therefore wait for each other up to the time limit, and raise. With equal tags
-Gloo would abort the process where sizes differ, and mix up numbers where they do not.
+A message is matched by its tag, which is computed from the turn, the kind and the size of its exchange. Ranks
+whose exchanges differ therefore wait for each other up to the time limit, and raise. If tags were equal, Gloo
+would abort the process if sizes differ, and mix up data if they do not.
 """
 
 import collections
@@ -24,7 +24,7 @@ from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange, Reduc
 from thinwire.engine.pending import Issued
 
 Messaged = AllGather | AllToAll | ReduceScatter | Exchange
-"""The collectives that travel as messages."""
+"""The collectives that are sent as messages."""
 
 Turn = tuple[int, int]
 """A bucket's number in its step, and the stage of its program."""
@@ -34,7 +34,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Mailbox:
-    """A sender of one process group's messages, which numbers the exchanges of each turn alike on all ranks.
+    """A sender of one process group's messages. It numbers the exchanges of each turn, equally on all ranks.
 
     Args:
         group: A process group whose CPU backend is Gloo, and on which nothing else sends messages.
@@ -50,8 +50,9 @@ class Mailbox:
 
         Args:
             op: The collective, on the CPU. Torch's works keep its tensor until it is sent.
-            turn: What it is matched by, with the number of its exchanges so far. Ranks may issue exchanges
-                of different turns in different orders. None stands for exchanges in the same order on all.
+            turn: The bucket and stage by which ranks match it, together with the number of exchanges of this
+                turn so far. Ranks may issue exchanges of different turns in different orders. None if all
+                ranks issue in the same order.
 
         Returns:
             The messages in flight.
@@ -81,7 +82,7 @@ class Mailbox:
         inward: Sequence[torch.Tensor],
         outward: Sequence[torch.Tensor],
     ) -> list[dist.Work | None]:
-        """Post the receives, then the sends, each round with another peer on every rank."""
+        """Post the receives, then the sends. In each round, every rank has a different peer."""
         self._exchanges[turn] += 1
         works: list[dist.Work | None] = []
         for distance in range(1, self._size):
@@ -101,11 +102,12 @@ class Mailbox:
 
 
 def cut(group: dist.ProcessGroup) -> None:
-    """Close a Gloo group's connections: all that is in flight on it fails, here and on its peers.
+    """Close a Gloo group's connections, so that everything in flight fails on this rank and its peers.
 
-    Torch cannot abort what Gloo has in flight, and a pending receive keeps its connection open. But Gloo
-    closes all connections of a group when a receive on it times out, so one does, at once. A receive from a
-    peer whose connection is broken already raises before it could time out, so every peer is tried.
+    Torch cannot abort Gloo's operations in flight, and a pending receive keeps its connection open. But Gloo
+    closes all connections of a group when a receive on it times out. This function therefore posts a receive
+    that times out at once. A receive from a peer whose connection is already broken raises before it times
+    out, so every peer is tried.
     """
     devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # a message's tag chooses its device
     for tag in range(devices):

@@ -1,6 +1,6 @@
 """The cost of every step: bytes sent, time on the wire, exposed time.
 
-Bytes come from the tensors handed to each collective. Times are read off the host clock, without
+Bytes come from the tensors handed to each collective. Times are read from the host clock, without
 synchronising any device. On accelerators, where the host runs ahead, they are `None`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from thinwire.engine.ops import Await, Collective
 
 GRADIENTS, MODELS, PARAMETERS = "gradients", "models", "parameters"
-"""The purposes of a step, by what it exchanges."""
+"""The purposes of a step: the kind of tensors that it exchanges."""
 
 
 @dataclass
@@ -35,14 +35,14 @@ class StepRecord:
 
     Attributes:
         step: Counted from 0, without accumulation steps under `no_sync`. For an exchange of models, the
-            number of training steps that were over when it began.
+            number of training steps that had ended when it began.
         ops: Every collective, in issue order, which is the same on every rank.
         encode_seconds: Time spent in the programs themselves (encode, decode, matmuls).
         wire_seconds: Time during which at least one collective was in flight.
         exposed_seconds: Time that backward spent waiting after its own work was done. It is 0 in the first
             step of `static_graph`, where DDP waits in a place that thinwire cannot measure.
-        overflowed: Whether the step was skipped because a gradient was non-finite. It is known from the end
-            of backward on.
+        overflowed: Whether the step was skipped because a gradient was non-finite. It is valid after
+            backward.
     """
 
     step: int
@@ -51,7 +51,7 @@ class StepRecord:
     wire_seconds: float | None
     exposed_seconds: float | None
     purpose: str = GRADIENTS
-    """`"gradients"`, or `"models"` (`LocalSGD` and its like), or `"parameters"` (`ZeRO`)."""
+    """`"gradients"`, or `"models"` (averaged models), or `"parameters"` (`ZeRO`)."""
     overflowed: bool = False
     ddp_bytes: int = 0
     """Bytes that this rank would have sent for this step with plain DDP; 0 if it exchanged no gradients."""
@@ -210,7 +210,7 @@ class Meter:
 
 
 def sent_text(sent: int, ddp: int) -> str:
-    """Describe bytes sent beside those of plain DDP.
+    """Describe bytes sent, relative to those of plain DDP.
 
     >>> sent_text(37_600_000, 146_640_000), sent_text(200_000, 100_000), sent_text(0, 100)
     ('37.6 MB sent, 3.9 x less than plain DDP', '0.2 MB sent, 2 x more than plain DDP', '0 MB sent')

@@ -33,11 +33,12 @@ class Collective(ABC):
     """The base of all collectives: one contiguous tensor, and the ranks that take part (None: all).
 
     Attributes:
-        tensor: What this rank contributes.
+        tensor: This rank's contribution.
         ranks: The ranks that take part. None for all.
-        in_order: Whether the program may go on only in its turn of the static order. With False the engine
-            may resume it as soon as the result is there, before or after the programs of other buckets, and
-            differently on each rank. Only a program that shares nothing between buckets may give False.
+        in_order: Whether the program resumes only in its turn of the static order. If False, the engine may
+            resume it as soon as the result is available, before or after the programs of other buckets, and
+            in a different order on each rank. Only a program that shares no state between buckets may set
+            False.
     """
 
     tensor: torch.Tensor
@@ -62,8 +63,8 @@ class Collective(ABC):
         ranks = range(size) if self.ranks is None else self.ranks
         if rank not in ranks or list(ranks) != sorted({*ranks} & {*range(size)}):
             raise ProgramError(
-                f"rank {rank} issues {self}: ranks must be rising numbers from 0 to {size - 1}, this rank"
-                " among them"
+                f"rank {rank} issues {self}: ranks must be ascending numbers from 0 to {size - 1}, including"
+                " this rank"
             )
         return ranks.index(rank), len(ranks)
 
@@ -153,8 +154,8 @@ class Exchange(Collective):
         flat = self.tensor.dim() == 1 and self.tensor.numel() == sum(self.sends)
         if not flat or len(self.sends) != size or len(self.receives) != size:
             raise ProgramError(
-                f"{self} sends {self.sends} and receives {self.receives}: give one number per rank, {size}"
-                f" here, and a flat tensor of all that is sent, not one of shape {tuple(self.tensor.shape)}"
+                f"{self} sends {self.sends} and receives {self.receives}: pass one number per rank, {size}"
+                f" here, and a flat tensor with all pieces, not one of shape {tuple(self.tensor.shape)}"
             )
 
 
@@ -210,7 +211,7 @@ class Await:
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[Collective | Await, Any, Result]
-"""A running program, which yields collectives, receives what they deliver, and returns its result."""
+"""A running program, which yields collectives, receives their results, and returns its own."""
 
 
 def among(ranks: tuple[int, ...], steps: Steps[Result]) -> Steps[Result]:

@@ -6,11 +6,11 @@ the position
 
     (bucket + LOOKAHEAD * stage, stage)
 
-so every rank sorts the same way, whatever the timing. There is one exception. Where a hook waits for a
-result, all collectives of the buckets so far come before any of later buckets.
+so every rank sorts the same way, regardless of timing. There is one exception. If a hook waits for a result,
+all collectives of the buckets so far come before those of later buckets.
 
 Messages are matched by their tags and need no order. A program whose next turn does not depend on other
-buckets says so (`Collective.in_order`), and then goes on as soon as its message has arrived.
+buckets declares so (`Collective.in_order`). It then resumes as soon as its message has arrived.
 """
 
 import heapq
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 LOOKAHEAD = 2
 """Number of later buckets that start before a bucket moves on to its next stage.
 
-Gloo works on two collectives at a time. With two of later buckets queued, the link is busy while the wire
-thread encodes. More would only delay the first results.
+Gloo runs two collectives at a time. With two collectives of later buckets queued, the link is busy while the
+wire thread encodes. More would only delay the first results.
 """
 
 
@@ -66,7 +66,7 @@ class Agenda:
         return bucket
 
     def part(self) -> None:
-        """Deal all turns of the buckets that have arrived before any of later buckets.
+        """Deal all turns of the buckets that have arrived before those of later buckets.
 
         All ranks must call it between the same two buckets, so that the order stays the same on all.
         """
@@ -90,5 +90,5 @@ class Agenda:
 
     @property
     def finished(self) -> bool:
-        """Whether every bucket has arrived and had all the turns that it requested."""
+        """True once every bucket has arrived and has taken all its requested turns."""
         return self._closed and not self._due

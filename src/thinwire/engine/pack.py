@@ -90,10 +90,7 @@ class Layout:
             ProgramError: The tensors have another layout.
         """
         if Layout.of(parts) != self:
-            raise ProgramError(
-                f"a codec's encoding changed from {self} to {Layout.of(parts)}: shapes and dtypes may depend"
-                " on the number of values, but not on the values"
-            )
+            raise changed_layout(self, Layout.of(parts))
         for place, part in zip(self.read(row), parts, strict=True):
             place.copy_(part)
         return row
@@ -119,3 +116,11 @@ class Layout:
     def __str__(self) -> str:
         kinds = zip(self.dtypes, self.shapes, strict=True)
         return " + ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in kinds)
+
+
+def changed_layout(expected: Layout, found: Layout) -> ProgramError:
+    """Return the error for a codec whose encoding depends on values."""
+    return ProgramError(
+        f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
+        " of values, but not on the values"
+    )

@@ -30,7 +30,7 @@ class Pending(Protocol):
         """Wait for the collective.
 
         Returns:
-            What the program receives. On an accelerator, it is ordered on the current stream.
+            The value that the program receives. On an accelerator, it is ordered on the current stream.
 
         Raises:
             RuntimeError: The collective failed.
@@ -38,10 +38,10 @@ class Pending(Protocol):
 
 
 class Issued:
-    """Torch's works, and a function that returns their result.
+    """Torch's `Work` objects, and a function that returns their result.
 
     Args:
-        works: What torch.distributed returned.
+        works: The return values of torch.distributed.
         value: Returns the result, once all works have ended.
     """
 
@@ -105,7 +105,7 @@ class Arrived:
 
 
 class PendingFuture:
-    """A future that is completed outside the engine, with a time limit, which torch's futures have not."""
+    """A future that is completed outside the engine. It has a time limit, unlike torch's futures."""
 
     def __init__(self, future: "torch.futures.Future[Any]", limit: timedelta) -> None:
         self._future = future

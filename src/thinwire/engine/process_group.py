@@ -11,8 +11,8 @@
 | `Future._set_unwrap_func` | a future that raises any exception, with the text that DDP prints | 2.6 |
 | `autograd.profiler._is_profiler_enabled` | whether a profiler runs: otherwise ranges cost nothing | 2.6 |
 
-Since: the oldest version that was looked at and has it. All are in 2.6, 2.9, 2.13 and 2.15. `private` reads
-them. It raises UnavailableError with torch's version if a name is missing.
+Since: the oldest inspected version that has it. All are in 2.6, 2.9, 2.13 and 2.15. `private` reads them. It
+    raises UnavailableError with torch's version if a name is missing.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from thinwire.errors import AttachError
 def new_group(
     parent: dist.ProcessGroup, members: Sequence[int], name: str, store: dist.Store, limit: timedelta
 ) -> dist.ProcessGroup:
-    """Make a process group over some ranks of `parent`, in which no other rank takes part.
+    """Make a process group over some ranks of `parent`. Other ranks need not call this.
 
     `dist.new_group` needs every rank of the world. With `use_local_synchronization` it takes the group's name
     from the number of groups alive in this process. Ranks that drop a model at different times, or that
     belong to different numbers of subgroups, would then wait for each other under different names. And a
-    name used again would find the old group's addresses in the store. So the caller chooses the name.
+    reused name would find the old group's addresses in the store. So the caller chooses the name.
 
     Args:
         parent: The group whose ranks, backend and device types are used.
@@ -86,7 +86,7 @@ class HiddenGroup:
 
     @property
     def usable(self) -> bool:
-        """Whether the group exists in this process, and the user has not destroyed it with all others."""
+        """True while the group exists in this process, until the user destroys all groups."""
         group = getattr(self, "group", None)  # `destroy` drops it
         return os.getpid() == self._process and group in _world().pg_group_ranks
 
@@ -110,12 +110,12 @@ class HiddenGroup:
 
 
 def _backend_holders(group: dist.ProcessGroup) -> list[object]:
-    """Return objects to drop after `group`, so that its Gloo threads are joined without Python's global lock.
+    """Return objects to drop after `group`, so that its Gloo threads are joined without the GIL.
 
-    In torch 2.6 the destructor of a group holds the lock while it joins these threads. A thread that drops
-    the last reference to a collective's tensor waits for the lock, and both wait forever. torch's own wrapper
-    of a backend releases the lock in its destructor, in 2.6 as well. Since torch 2.9 (or earlier) every group
-    does, and no holders are needed.
+    In torch 2.6 the destructor of a group holds the GIL while it joins these threads. A thread that drops the
+    last reference to a collective's tensor waits for the GIL, so both deadlock. torch's own wrapper of a
+    backend releases the GIL in its destructor, in 2.6 as well. Since torch 2.9 (or earlier) every group does,
+    and no holders are needed.
     """
     if torch_version() >= (2, 9) or not dist.is_gloo_available():
         return []
@@ -150,7 +150,7 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def unwrap_with(future: "torch.futures.Future[Any]", unwrap: Callable[[Any], object]) -> None:
-    """Pass a future's value to `unwrap` in each wait. What it raises, the wait raises."""
+    """Pass a future's value to `unwrap` in each wait, which raises the exceptions of `unwrap`."""
     private(future, "_set_unwrap_func")(unwrap)
 
 

@@ -1,7 +1,7 @@
 """Short texts exchanged between ranks through the group's key-value store.
 
-No collectives are used, so none can be mismatched. Where a rank is missing, an error names it instead of
-leaving the others to wait in a collective.
+No collectives are used, so none can be mismatched. If a rank is missing, an error names it. In a collective,
+the other ranks would only wait.
 """
 
 import threading
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 _FIRST_POLL, _LAST_POLL = 0.002, 0.1
 _AT_LEAST = timedelta(seconds=3)
-"""The least time that the store gets to answer near the end of a wait, unless the limit is lower."""
+"""The minimum time for an answer of the store near the end of a wait, unless the limit is lower."""
 _MET = "met"
 
 
@@ -29,7 +29,7 @@ class Meeting:
     Args:
         group: The process group.
         limit: The time that the store may take to answer; by default the group's time limit.
-        store: The group's store, needed if torch.distributed does not know the group.
+        store: The group's store. Required if the group is not registered in torch.distributed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Meeting:
             All ranks' texts, by rank.
 
         Raises:
-            WireError: A rank did not call it within `limit`. Raised on every rank, naming the missing ones.
+            WireError: A rank did not call it within `limit`. Raised on every rank, with the missing ranks.
         """
         occasion = self.post(topic, text)
         keys = self._keys(topic, occasion)
@@ -128,8 +128,8 @@ class Meeting:
         """Return the result of a call that needs the store; raise WireError if it takes longer than `limit`.
 
         The store's client waits for its host without a limit, so it would hang if the host is frozen. A
-        daemon thread therefore makes the call. A thread that gets no answer is left behind. While it waits,
-        later calls fail at once, because the client serves one at a time.
+        daemon thread therefore makes the call. A thread that gets no answer is abandoned. While it waits,
+        later calls fail at once, because the client serves one call at a time.
         """
         if self._stuck is not None and self._stuck.is_alive():
             raise self._silence("has still not answered an earlier request")

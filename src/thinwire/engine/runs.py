@@ -31,7 +31,7 @@ class Step:
 
     @property
     def step(self) -> "Step":
-        """The step itself: in the queue, a step among its runs ends a part of them."""
+        """The step itself. Queued among its runs, it separates those before it from those after it."""
         return self
 
     def end(self) -> None:
@@ -45,7 +45,7 @@ class Run:
 
     Args:
         program: The generator.
-        label: What it works on, for errors.
+        label: The name of its work, for errors.
         last: Whether it ends its step.
         step: The step it belongs to.
         instead: The future's value if the program fails in a guarded step.
@@ -71,7 +71,7 @@ class Run:
         self.held: Collective | Await | None = None
         """The program's next collective, until it is issued."""
         self.early = False
-        """Whether the program may go on before its turn in the static order."""
+        """Whether the program may resume before its turn in the static order."""
         self.pending: Pending | None = None
         self.record: OpRecord | None = None
         self._instead: torch.Tensor | None = instead

@@ -20,7 +20,7 @@ from thinwire.errors import ProgramError, ThinwireError, WireError
 
 
 class _LostError(Exception):
-    """A collective that failed because a peer, or the network between, is gone."""
+    """A collective that failed because a peer, or the network, is gone."""
 
     def __init__(self, run: Run, waited: float, reason: str) -> None:
         super().__init__(reason)
@@ -33,8 +33,8 @@ class Scheduler:
 
     Only one thread at a time may call `advance`, and must hold `lock`.
 
-    After a failure, ranks may have diverged, so the wire stays down. All programs in flight and all that are
-    submitted later get the same error.
+    After a failure, ranks may have diverged, so the wire stays down. All programs in flight, and all later
+    ones, get the same error.
     """
 
     def __init__(self, communicator: Communicator, meter: Meter, device_type: str) -> None:
@@ -51,10 +51,10 @@ class Scheduler:
         self._hanging_up: threading.Thread | None = None
 
     def raise_error(self) -> None:
-        """Raise the failure that took the wire down, if any.
+        """Raise the failure that shut the wire down, if any.
 
-        Each call raises a new copy, and only the first has the cause. An exception refers to the frames that
-        it passed through, and these refer to the model, so keeping one would keep the model alive.
+        Each call raises a new copy, and only the first has the cause. An exception refers to its frames, and
+        these refer to the model, so keeping one would keep the model alive.
         """
         if self.error is not None:
             cause, self.error.__cause__ = self.error.__cause__, None
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def mid_step(self) -> bool:
-        """Whether a step is running."""
+        """True while a step is running."""
         return self._step is not None
 
     def add(self, run: Run) -> None:
@@ -75,7 +75,7 @@ class Scheduler:
         self._arriving.append(step)
 
     def advance(self, *, wait: bool) -> None:
-        """Take turns as far as the order allows; unless `wait`, stop before a turn that would block."""
+        """Take turns as far as the order allows. Without `wait`, stop before a turn that would block."""
         interrupt: BaseException | None = None
         # Timing decides which thread this is. Programs must not see its modes, or their numbers would depend
         # on timing too.
@@ -111,7 +111,7 @@ class Scheduler:
         return False, self._explain(lost, step), None
 
     def _admit(self) -> Step | None:
-        """Admit what was queued for the running step, or begin the next; return the step, if any."""
+        """Admit the queued programs of the running step, or begin the next step; return the step, if any."""
         if self._step is None and self._arriving:
             self._step = self._arriving[0].step
         while self._arriving and self._arriving[0].step is self._step:
@@ -126,7 +126,7 @@ class Scheduler:
         return self._step
 
     def await_oldest(self) -> bool:
-        """Wait for the collective that has been in flight for longest, and record its end.
+        """Wait for the collective that has been in flight the longest, and record its end.
 
         It is the one that the next turn needs, since turns are taken in the order in which their collectives
         were issued. The lock is not needed, so that backward's thread can take turns meanwhile.
@@ -174,7 +174,7 @@ class Scheduler:
         return stuck
 
     def _take_turns_in_order(self, step: Step, wait: bool) -> bool:
-        """Take turns in the static order, as far as it goes; return whether a turn would block."""
+        """Take turns in the static order as far as possible; return whether a turn would block."""
         while (turn := step.agenda.next()) is not None:
             bucket, stage = turn
             run = step.runs[bucket]
@@ -224,7 +224,7 @@ class Scheduler:
         return received
 
     def _resume(self, run: Run, bucket: int) -> None:
-        """Resume the program with what it waited for, and hold its next collective, if any."""
+        """Resume the program with the result of its collective, and keep its next collective, if any."""
         assert run.program is not None
         received = None if run.pending is None else self._wait(run)
         started = time.perf_counter()
@@ -285,7 +285,7 @@ class Scheduler:
         )
 
     def _hang_up(self) -> None:
-        """Close the connections, so that ranks which still wait for this one fail at once.
+        """Close the connections, so that ranks that still wait for this one fail at once.
 
         It runs on its own thread, since some backends close only after collectives in flight have ended.
         """
@@ -305,9 +305,9 @@ def _hang_up(communicator: Communicator) -> None:
 def _without_autocast(device_type: str) -> Iterator[None]:
     """Switch autocast off on this thread alone.
 
-    `torch.autocast(enabled=False)` would not do. Leaving its outermost block clears the weight cache of the
-    whole process, and on the wire thread every block is the outermost. A forward on another thread would then
-    cast a weight twice.
+    `torch.autocast(enabled=False)` does not work here. Leaving its outermost block clears the weight cache of
+    the whole process, and on the wire thread every block is the outermost. A forward on another thread would
+    then cast a weight twice.
     """
     enabled = torch.is_autocast_enabled(device_type)
     torch.set_autocast_enabled(device_type, False)

@@ -27,7 +27,7 @@ from thinwire.errors import ProgramError
 
 
 def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
-    """Return what each rank receives when rank `r` issues `ops[r]`.
+    """Return the result on each rank when rank `r` issues `ops[r]`.
 
     Raises:
         ProgramError: Ranks issue different collectives, or one that is not valid.
@@ -38,7 +38,7 @@ def exchange(ops: Sequence[Collective | Await]) -> list[Any]:
     if any(waiting):
         raise ProgramError(
             f"rank {waiting.index(True)} waits for a future where rank {waiting.index(False)} issues"
-            f" {ops[waiting.index(False)]}: every rank must yield the same"
+            f" {ops[waiting.index(False)]}: all ranks must yield the same collectives"
         )
     received: list[Any] = [None] * len(ops)
     for rank, op in enumerate(ops):
@@ -83,7 +83,7 @@ def _exchange_pieces(ops: Sequence[Exchange]) -> list[torch.Tensor]:
 
 
 def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what each rank receives of a collective, given all ranks' tensors."""
+    """Return a collective's result on each rank, given all ranks' tensors."""
     match op:
         case AllReduce():
             total = torch.stack(tensors).sum(0, dtype=op.tensor.dtype)
@@ -102,7 +102,7 @@ def deliver(op: Collective, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         case Broadcast(src=src):
             source = tensors[src].clone()
             return [tensor.copy_(source) for tensor in tensors]
-    raise ProgramError(f"{op} is not a collective that thinwire knows: see thinwire.engine.ops")
+    raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Simulation:
     """The outcome of `simulate`.
 
     Attributes:
-        results: What the program of each bucket returned, as `results[rank][bucket]`.
+        results: The result of each bucket's program, as `results[rank][bucket]`.
         order: The (bucket, stage) turns that issued collectives.
     """
 
@@ -173,9 +173,9 @@ def _advance(steps: Steps[Any], value: Any) -> tuple[Collective | Await | None, 
 def rehearse(steps: Steps[Any], rank: int, size: int) -> Iterator[Collective]:
     """Run one rank's program, and yield its collectives without exchanging anything.
 
-    A collective delivers what it would if all ranks sent the same as this one, except that sums are not
-    taken. All ranks yield the same collectives, so one rank tells the bytes of any number of them. On `meta`
-    tensors, which have shapes and no values, it needs no memory.
+    A collective delivers the same result as if all ranks sent this rank's tensor, except that sums are not
+    computed. All ranks yield the same collectives, so one rank shows the bytes of any number of ranks. `meta`
+    tensors, which have shapes and no values, need no memory.
 
     Args:
         steps: The started program.
@@ -208,7 +208,7 @@ def rehearse(steps: Steps[Any], rank: int, size: int) -> Iterator[Collective]:
 
 
 def _delivered(op: Collective, place: int, count: int) -> torch.Tensor:
-    """Return what a rank receives if all ranks send the same as this one, without taking sums."""
+    """Return a rank's result if all ranks send this rank's tensor, without computing sums."""
     match op:
         case AllGather():
             return op.tensor.expand(count, *op.tensor.shape).clone()

@@ -2,8 +2,8 @@
 
 torch gives a freed tensor's memory to the next tensor of the stream that allocated it. If another stream
 still uses it, that stream must be recorded, or the allocating stream must wait for it before the tensor is
-freed. On the CPU nothing here does anything. `tests/unit/test_inline_streams.py` checks it against a model
-of streams, events and memory.
+freed. On the CPU everything here is a no-op. `tests/unit/test_inline_streams.py` checks it against a model of
+streams, events and memory.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ def streams_of(device: torch.device) -> Any | None:
 
 
 def record_use(tensor: torch.Tensor, stream: Any) -> None:
-    """Keep a freed tensor's memory from being reused before a stream has done its present work."""
+    """Keep a freed tensor's memory from being reused before a stream's present work is done."""
     tensor.record_stream(stream)
 
 
 class SideStream:
-    """The stream beside backward's, on which the engine runs programs."""
+    """The engine's own stream, on which programs run in parallel with backward's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,12 +33,12 @@ class SideStream:
 
     @property
     def separate(self) -> bool:
-        """Whether the device has streams, so that memory may be reused before this one is done with it."""
+        """True if the device has streams, so that memory may be reused while this stream still uses it."""
         return self._stream is not None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run the block on this stream, after all that the current stream was given so far."""
+        """Run the block on this stream, after the work queued on the current stream so far."""
         if self._streams is None:
             yield
             return
@@ -47,12 +47,12 @@ class SideStream:
             yield
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor of the current stream for programs, which may outlive the last reference to it."""
+        """Keep the memory of a tensor for programs, which may outlive the last reference to it."""
         if self._stream is not None:
             record_use(tensor, self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for this one."""
+        """Make the current stream wait for this one."""
         if self._streams is not None:
             self._streams.current_stream(self._device).wait_stream(self._stream)
 
@@ -75,7 +75,7 @@ class Writers:
             self._writing.add(self._streams.current_stream(self._device))
 
     def join(self) -> None:
-        """Let the current stream wait for all that have written a part."""
+        """Make the current stream wait for all streams that have written a part."""
         if self._streams is not None:
             current = self._streams.current_stream(self._device)
             for stream in self._writing - {current}:

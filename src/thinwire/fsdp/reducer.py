@@ -48,7 +48,7 @@ class Group:
 
     @property
     def trains(self) -> bool:
-        """Whether any of the parameters is not frozen."""
+        """True if at least one parameter is not frozen."""
         return any(one.requires_grad for one in self.parameters.values())
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of one replica agree on, each of which holds a shard of the model."""
+"""Agreement between the ranks of one replica, each of which holds a shard of the model."""
 
 import contextlib
 from datetime import timedelta

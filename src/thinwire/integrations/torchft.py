@@ -259,7 +259,7 @@ class ManagerMembership:
 
     @property
     def error(self) -> str | None:
-        """What the manager could not do in this quorum."""
+        """The manager's error in this quorum, or None."""
         found = self.manager.errored()
         return None if found is None else str(found.original_exception)
 

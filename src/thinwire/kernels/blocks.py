@@ -11,8 +11,8 @@ Arithmetic is float32, every operation is rounded by itself, and sums are taken 
     error = x - decoded                       (of a mean: (mean - decoded) * world)
     into = into + (weight * decoded)
 
-Torch gives the same bits with one operation for each sign above. `add(..., alpha=)` may fuse two of them, so
-it does not, except with a factor of 1 or -1.
+Torch gives the same bits with one operation for each operator above. `add(..., alpha=)` does not, except with
+a factor of 1 or -1, because it may fuse two operations.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def encode(
     scales: torch.Tensor,
     codes: torch.Tensor,
 ) -> None:
-    """Encode value + keep * residual of all pieces, and write what the encoding misses.
+    """Encode value + keep * residual of all pieces, and write the error of the encoding.
 
     Args:
         kind: The encoding, see `supported`.
@@ -94,7 +94,7 @@ def mean_encode(
     scales: torch.Tensor,
     codes: torch.Tensor,
 ) -> None:
-    """Average this rank's numbers and received encodings, and encode the mean: the middle of a two-shot.
+    """Average this rank's numbers and received encodings, and encode the mean, as `TwoShot` does.
 
     Args:
         kind: The encoding, see `supported`.
@@ -143,17 +143,7 @@ def decode(kind: str, block: int, scales: torch.Tensor, codes: torch.Tensor, int
     Raises:
         OptionError: Sizes or dtypes do not fit.
     """
-    which, width = _checked(kind, block, into, scales, codes)
-    lengths, targets = lengths_of(into), addresses(into)
-    _library().tw_decode(
-        which,
-        width,
-        len(into),
-        address_of(lengths),
-        address_of(targets),
-        scales.data_ptr(),
-        codes.data_ptr(),
-    )
+    _call_into("tw_decode", kind, block, scales, codes, into)
 
 
 def add(
@@ -172,22 +162,11 @@ def add(
     Raises:
         OptionError: Sizes or dtypes do not fit.
     """
-    which, width = _checked(kind, block, into, scales, codes)
-    lengths, targets = lengths_of(into), addresses(into)
-    _library().tw_add(
-        which,
-        width,
-        len(into),
-        address_of(lengths),
-        address_of(targets),
-        scales.data_ptr(),
-        codes.data_ptr(),
-        weight,
-    )
+    _call_into("tw_add", kind, block, scales, codes, into, weight)
 
 
 def scale_finite(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor in place and return whether all products are finite, in one pass where possible.
+    """Multiply a tensor in place and return whether all products are finite, in one pass if possible.
 
     Args:
         x: Tensor of any real floating dtype, on any device.
@@ -248,9 +227,26 @@ def _library() -> ctypes.CDLL:
     library = native()
     if library is None:
         raise OptionError(
-            "native code is not in use: call `supported` first, and the codec where it is False"
+            "native code is not in use: call `supported` first, and the codec's own functions if it is False"
         )
     return library
+
+
+def _call_into(
+    name: str,
+    kind: str,
+    block: int,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    into: Tensors,
+    *options: float,
+) -> None:
+    """Call a function of the library that decodes to pieces."""
+    which, width = _checked(kind, block, into, scales, codes)
+    lengths, targets = lengths_of(into), addresses(into)
+    places = address_of(lengths), address_of(targets)
+    call = getattr(_library(), name)
+    call(which, width, len(into), *places, scales.data_ptr(), codes.data_ptr(), *options)
 
 
 def _checked(
@@ -267,7 +263,7 @@ def _checked(
     if not fit or not plain or scales.device.type != "cpu" or codes.device.type != "cpu":
         raise OptionError(
             f"scales {tuple(scales.shape)} {scales.dtype} and codes {tuple(codes.shape)} {codes.dtype} do not"
-            f" fit {count} blocks of {block} {kind} numbers: give contiguous CPU tensors, {count} scales"
+            f" fit {count} blocks of {block} {kind} numbers: pass contiguous CPU tensors, {count} scales"
             f" and {count * block * bits // 8} bytes of codes"
         )
     return which, block
@@ -279,7 +275,7 @@ def _check_pieces(name: str, pieces: Tensors) -> None:
         forms = [(tuple(one.shape), one.stride(), one.dtype, one.device.type) for one in pieces]
         raise OptionError(
             f"{name} {forms} cannot be passed to native code, which takes contiguous float32 CPU tensors:"
-            " call `supported` first, and the codec where it is False"
+            " call `supported` first, and the codec's own functions if it is False"
         )
 
 
@@ -289,5 +285,5 @@ def _check_like(name: str, others: Tensors | None, values: Tensors) -> None:
     if others is not None and [one.numel() for one in others] != [one.numel() for one in values]:
         raise OptionError(
             f"{name} have {[one.numel() for one in others]} numbers and values"
-            f" {[one.numel() for one in values]}: give one piece of the same length for each"
+            f" {[one.numel() for one in values]}: pass one piece of the same length for each"
         )

@@ -1,8 +1,8 @@
-"""The compiled library: where it is, whether it is used, and if not, why.
+"""The compiled library: its location, whether it is in use, and if not, why.
 
-The package builds it from the C files of this folder. Without a C compiler the package installs all the same,
-and the pure-torch path gives the same results. `THINWIRE_KERNELS=0` in the environment switches native code
-off for a process, `switched_off()` for a while.
+The package builds it from the C files of this folder. Without a C compiler the package still installs, and
+the pure-torch path gives the same results. `THINWIRE_KERNELS=0` in the environment disables native code for a
+process, and `switched_off()` for the duration of a context.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ _REBUILD = "reinstall thinwire where a C compiler is installed (in a checkout: p
 
 
 class Status(NamedTuple):
-    """Whether native code is in use."""
+    """The state of the native library: in use or not, and why."""
 
     in_use: bool
     detail: str
     """The file that is loaded, or the reason why none is."""
     remedy: str = ""
-    """How to get native code into use."""
+    """The instruction to enable native code."""
 
 
 class Pieces(ctypes.Structure):
@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def native() -> ctypes.CDLL | None:
-    """Return the library, or None where native code is not built or is switched off."""
+    """Return the library, or None if native code is not built or is switched off."""
     return None if _switch.off else _loaded()[0]
 
 
@@ -98,7 +98,7 @@ def switched_off() -> Iterator[None]:
 
 
 class _Switch:
-    """The count of open `switched_off` contexts."""
+    """The number of open `switched_off` contexts."""
 
     def __init__(self) -> None:
         self.off = 0

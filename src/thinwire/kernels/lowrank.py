@@ -13,7 +13,7 @@ from thinwire.kernels.library import native
 from thinwire.kernels.tensors import addressable
 
 FEW = 4
-"""Columns up to which products are computed in float32, term by term."""
+"""The most columns for which products are computed in float32, term by term."""
 
 
 def supported(*tensors: torch.Tensor) -> bool:
@@ -59,14 +59,14 @@ def transposed_times(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> 
 def product(p: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, missed: torch.Tensor | None) -> None:
     """Write M - P Q^T to `missed`, and P Q^T to M.
 
-    The terms of a number are added in the order of columns, and each is rounded by itself. Factors in float64
-    must have so few bits that nothing is rounded before the result is.
+    The terms of an element are added in the order of columns, and each is rounded by itself. Factors in
+    float64 must have so few bits that nothing is rounded before the result is.
 
     Args:
         p: P, rank x n, in float64, or in float32 with at most 4 rows.
         q: Q, rank x m, in the dtype of `p`.
         matrix: M, n x m, overwritten.
-        missed: n m numbers of any shape, overwritten. None writes none.
+        missed: n m numbers of any shape, overwritten. None writes nothing.
 
     Raises:
         OptionError: Shapes or dtypes do not fit.
@@ -91,7 +91,7 @@ def _misfit(matrix: torch.Tensor, others: tuple[torch.Tensor, ...]) -> OptionErr
     forms = [(tuple(one.shape), one.dtype) for one in (matrix, *others)]
     return OptionError(
         f"tensors {forms} do not fit each other, or cannot be passed to native code: call `supported` first,"
-        " and give factors with their columns as rows"
+        " and pass factors with their columns as rows"
     )
 
 

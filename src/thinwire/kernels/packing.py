@@ -57,7 +57,7 @@ def pack_positions(places: torch.Tensor, bits: int, ones: int, nbytes: int) -> t
 
     Args:
         places: An int64 matrix for which `supported` is true. The upper bits are at most ones - kept.
-        bits: Lower bits that are stored as they are.
+        bits: Number of lower bits, which are stored unchanged.
         ones: Length of the bit vector of the upper bits.
         nbytes: Bytes of a row.
 
@@ -76,7 +76,7 @@ def unpack_positions(packed: torch.Tensor, bits: int, ones: int, kept: int) -> t
 
     Args:
         packed: A uint8 matrix for which `supported` is true.
-        bits: Lower bits that are stored as they are.
+        bits: Number of lower bits, which are stored unchanged.
         ones: Length of the bit vector of the upper bits.
         kept: Positions in a row.
     """

@@ -36,7 +36,7 @@ def address_of(numbers: "array[int]") -> int:
 
 
 def lengths_of(tensors: Sequence[torch.Tensor]) -> "array[int]":
-    """Return the tensors' counts of numbers as a C array."""
+    """Return the tensors' numbers of elements as a C array."""
     return array("q", [one.numel() for one in tensors])
 
 

@@ -15,7 +15,7 @@ def supported(x: torch.Tensor) -> bool:
 def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     """Return the positions of the `kept` largest magnitudes of each row, in ascending order.
 
-    NaN is larger than infinity. Of equal magnitudes the first are taken.
+    NaN counts as larger than infinity. Of equal magnitudes the first are taken.
 
     Args:
         x: Matrix for which `supported` is true.
@@ -30,8 +30,8 @@ def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     library = native()
     if library is None or not supported(x) or x.dim() != 2 or not 1 <= kept <= x.shape[1]:
         raise OptionError(
-            f"largest() of {tuple(x.shape)} {x.dtype} with kept={kept}: give a matrix for which `supported`"
-            " is true, and kept from 1 to the count of its columns"
+            f"largest() of {tuple(x.shape)} {x.dtype} with kept={kept}: pass a matrix for which `supported`"
+            " is true, and kept from 1 to the number of its columns"
         )
     places = torch.empty(x.shape[0], kept, dtype=torch.int64, device="cpu")
     library.tw_largest(x.data_ptr(), x.shape[0], x.shape[1], kept, places.data_ptr())

@@ -34,7 +34,7 @@ class Finding:
         name: The component that was checked.
         ok: Whether it is available.
         detail: Its version, or the reason why it is not available.
-        remedy: How to install or enable it.
+        remedy: The way to install or enable it.
         needed: Whether thinwire or its lab fails without it.
     """
 
@@ -96,13 +96,13 @@ def _kernels() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Look for the C compiler that builds kernels when thinwire is installed."""
+    """Return whether there is a C compiler, which builds kernels when thinwire is installed."""
     path = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     return Finding("compiler", path is not None, path or "none", "only building native code needs it")
 
 
 def network(up: list[Interface], route: str | None) -> Finding:
-    """Return the interface that Gloo will use between hosts, and warn where it may be the wrong one.
+    """Return the interface that Gloo will use between hosts, with a warning if it may be the wrong one.
 
     Args:
         up: The interfaces that are up.

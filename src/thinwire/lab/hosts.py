@@ -27,7 +27,14 @@ class Hosts(Protocol):
         """
 
     def environment(self, host: int) -> Mapping[str, str]:
-        """Return the variables by which torch.distributed and torchrun on `host` find the other hosts."""
+        """Return the variables by which torch.distributed and torchrun on `host` find the other hosts.
+
+        Args:
+            host: The host's number.
+
+        Returns:
+            Values by name.
+        """
 
     def bytes_sent(self) -> list[int] | None:
         """Return the bytes that each host has sent so far, as counted by its network device.
@@ -37,7 +44,11 @@ class Hosts(Protocol):
         """
 
     def bytes_between(self) -> list[int] | None:
-        """Return the bytes that each group of hosts has sent to others so far, or None without groups."""
+        """Return the bytes that each group of hosts has sent to others so far, or None without groups.
+
+        Returns:
+            One count for each group, or None without groups.
+        """
 
 
 class Loopback:

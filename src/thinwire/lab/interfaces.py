@@ -20,7 +20,7 @@ class Interface:
     Attributes:
         name: Its name, such as `eth0`.
         address: Its IPv4 address, or None.
-        speed: Mbit/s as its driver tells, or None.
+        speed: Mbit/s as reported by its driver, or None.
     """
 
     name: str
@@ -49,8 +49,8 @@ def default_route() -> str | None:
 def gloo_interface(up: list[Interface]) -> tuple[Interface | None, str]:
     """Return the interface that Gloo will use, and why.
 
-    Gloo takes the one that the environment names, or else the one that has the address of the host's name.
-    If the name has no address, or that of no interface, it takes loopback.
+    Gloo takes the interface that the environment names, or else the one with the address of the host's name.
+    If no interface has that address, it takes loopback.
 
     Args:
         up: The interfaces that are up.

@@ -3,7 +3,7 @@
 A shell is the first process of a new process namespace. It builds the network and then reads its stdin, a
 pipe that the opener holds. The pipe closes when the opener ends by return, exception, Ctrl-C or kill -9. The
 shell then ends, and the kernel kills every process of that namespace and removes its network. Nothing in a
-lab has a name outside of it. Labs therefore cannot collide, and nothing has to be removed.
+lab is visible outside of it. Labs therefore cannot collide, and need no clean-up.
 """
 
 import os
@@ -139,7 +139,7 @@ class Lab:
         return [devices[f"uplink{group}"].sent for group in range(len(self.network.groups))]
 
     def _entering(self, host: int, command: Sequence[str]) -> list[str]:
-        """Return a command that enters the lab, then, by a process id valid only there, the host."""
+        """Return a command that enters the lab, then the host, whose process id is valid only in the lab."""
         keeper = self._open().pid
         own_user = ["--user", "--preserve-credentials"] if self._as_user else []
         lab = [

@@ -185,7 +185,7 @@ def plan(
     rates = [parse_rate(part) for part in rate.split(",")]
     if len(rates) not in (1, links):
         what = "group" if sizes else "host"
-        raise OptionError(f"rate={rate!r} has {len(rates)} rates for {links} {what}s: give one, or one each")
+        raise OptionError(f"rate={rate!r} has {len(rates)} rates for {links} {what}s: pass one, or one each")
     slow = [Link(rate=one, delay=delay, loss=loss) for one in rates]
     return Network(
         links=tuple(slow * links if len(slow) == 1 else slow),

@@ -78,14 +78,14 @@ def run_on(hosts: Hosts, command: Sequence[str], on_line: OnLine) -> Finished:
 
 
 def _more(before: list[int] | None, after: list[int] | None) -> tuple[int, ...] | None:
-    """Return how much each count has risen, or None where there are none."""
+    """Return the increase of each count, or None if there are no counts."""
     if before is None or after is None:
         return None
     return tuple(later - earlier for earlier, later in zip(before, after, strict=True))
 
 
 def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> None:
-    """Pass on the remaining lines, for a limited time because a leftover process may keep printing."""
+    """Forward the remaining lines, for a limited time because a leftover process may keep printing."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -99,7 +99,7 @@ def _drain(readers: list[threading.Thread], lines: Lines, on_line: OnLine) -> No
 
 
 def _readers(process: subprocess.Popen[str], host: int, lines: Lines) -> list[threading.Thread]:
-    """Start two threads that pass lines on, and one that reports when the process has ended."""
+    """Start two threads that forward lines, and one that reports when the process has ended."""
 
     def read(stream: str, pipe: IO[str]) -> None:
         with pipe:
@@ -127,7 +127,7 @@ def _follow(
     lines: Lines,
     on_line: OnLine,
 ) -> tuple[int | None, int]:
-    """Wait until all have ended or one has failed. Return the host that failed and its exit code."""
+    """Wait until all processes have ended or one has failed. Return the failed host and its exit code."""
     running = len(processes)
     while running:
         host, stream, line = lines.get()

@@ -8,13 +8,13 @@ averages each rank trains alone and sends nothing.
 `thinwire.model_averaging.hierarchical_model_averager`. To derive your own, subclass `ModelAverager`.
 
 For new code, `thinwire.attach(ddp, thinwire.LocalSGD(period=8), optimizer=optimizer)` needs no call in the
-loop, compresses what it sends, and resumes bit by bit.
+loop, can compress its exchanges, and resumes bit by bit.
 
 Differences from torch:
 
 - Parameters are averaged in place. torch re-binds `p.data`, which loses views and memory formats.
-- Parameters without a gradient on some ranks are handled: ranks agree first on which are averaged. In torch
-  the process aborts.
+- Parameters without a gradient on some ranks are handled, because ranks first agree on which are averaged. In
+    torch the process aborts.
 - With nothing to average, nothing is sent. torch raises.
 
 Performance:
@@ -83,7 +83,8 @@ class PeriodicModelAverager(ModelAverager):
     hook's `start_localSGD_iter` then.
 
     Args:
-        period: Steps from one average to the next. 1 warns: DDP alone does the same for the same bytes.
+        period: Steps from one average to the next. 1 warns, because DDP alone does the same for the same
+            bytes.
         warmup_steps: Steps before the first average.
         process_group: Group to average over. None is the whole world.
 

@@ -5,8 +5,8 @@ With `OrderedDict([(4, 8), (16, 16)])` every 8 consecutive ranks average each 4 
 steps. Put the ranks of a node next to each other, as torchrun does, and the slow network carries only the
 longest period.
 
-For new code, `thinwire.attach(ddp, thinwire.Hierarchical({4: "node", 16: None}), optimizer=optimizer)`
-finds the nodes itself and can compress what is sent between them.
+For new code, `thinwire.attach(ddp, thinwire.Hierarchical({4: "node", 16: None}), optimizer=optimizer)` finds
+the nodes itself and can compress the traffic between them.
 
 Differences from torch:
 
@@ -20,8 +20,8 @@ Performance:
     period of plain DDP's bytes, with the period of the last level.
 
 Safety:
-    The constructor is collective: it builds process groups, and compares the hierarchy across ranks before.
-    A time-out names the rank that did not call it.
+    The constructor is collective. It compares the hierarchy across ranks, then builds process groups. A
+    time-out names the rank that did not call it.
 """
 
 import logging
@@ -143,7 +143,7 @@ def _checked(given: Mapping[int, int] | None, ranks: int) -> dict[int, int]:
     if periods != sorted(periods) or sizes != sorted(sizes):
         raise OptionError(
             f"{name}={levels} must rise in periods, and its sizes must not fall: larger groups average less"
-            " often; give short periods first, as in an OrderedDict"
+            " often; pass short periods first, as in an OrderedDict"
         )
     return levels
 

@@ -54,6 +54,9 @@ def get_params_to_average(
     Args:
         params: A model's parameters or an optimizer's `param_groups`.
 
+    Returns:
+        The parameters, those without a gradient left out.
+
     Example::
 
         get_params_to_average(optimizer.param_groups)
@@ -89,7 +92,7 @@ def _flat(params: Iterable[object]) -> list[torch.nn.Parameter]:
             flat.extend(param["params"])
         else:
             raise ParametersError(
-                f"params has a {type(param).__name__} in it: give model.parameters() or an optimizer's"
+                f"params has a {type(param).__name__} in it: pass model.parameters() or an optimizer's"
                 " param_groups"
             )
     return flat

@@ -3,9 +3,9 @@
     error of a parameter = |compressed mean - exact mean| / |exact mean|
 
 With error feedback the compressed mean also contains residuals of earlier steps, and the exact one does not.
-An error of 1 then means that as much was delayed as is new, not that anything is lost. An audited step sends
-the exact mean on top of its own bytes (float32, metered under `Audit`) and 32 bytes per parameter. It keeps
-one more copy of a bucket while it runs.
+An error of 1 then means that the delayed part is as large as the new gradient, not that anything is lost. An
+audited step sends the exact mean on top of its own bytes (float32, metered under `Audit`) and 32 bytes per
+parameter. It keeps one more copy of a bucket while it runs.
 """
 
 import math
@@ -51,8 +51,8 @@ class AuditRecord:
         residual: The norm of all ranks' residuals.
         parameters: The figures of each compressed parameter, by name. If the root mean square of its exact
             mean is under a thousandth of the model's, the error is relative to that thousandth.
-        purpose: What was exchanged, `"gradients"` or `"models"`.
-        action: What was done about it, such as `"warned"`; empty if no limit was exceeded.
+        purpose: The purpose of the exchange, `"gradients"` or `"models"`.
+        action: The action that was taken, such as `"warned"`; empty if no limit was exceeded.
     """
 
     step: int
@@ -69,7 +69,7 @@ class AuditRecord:
 
 
 class Findings:
-    """The sums of squares of one audited step, collected bucket by bucket, and read when backward is over."""
+    """The sums of squares of one audited step, collected by bucket and read after backward."""
 
     def __init__(self) -> None:
         self._sizes: list[dict[str, int]] = []
@@ -111,7 +111,7 @@ class Audited:
 
     Args:
         program: The program to audit.
-        findings: Where the figures go.
+        findings: Receives the figures.
     """
 
     program: Program
@@ -119,11 +119,11 @@ class Audited:
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others. They are not audited."""
+        """True if the program averages some parameters exactly. They are not audited."""
         return carries_exact(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Run the program, then the exact mean. All ranks use rank 0's figures, so that all act alike."""
+        """Run the program, then the exact mean. All ranks use rank 0's figures, so that all act the same."""
         audited = [name for name in bucket.names if name not in bucket.exact]
         if isinstance(self.program, Exact) or not audited:
             return (yield from self.program(bucket, memory))
@@ -142,7 +142,7 @@ class Audited:
 
 
 def with_action(record: AuditRecord, action: str) -> AuditRecord:
-    """Return the record with what was done about it."""
+    """Return the record with the action that was taken."""
     return replace(record, action=action)
 
 
@@ -159,7 +159,7 @@ def _squares(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def _ratio(off: float, exact: float) -> float:
-    """Return the relative error from two sums of squares; infinite if only the exact one is 0."""
+    """Return the relative error from two sums of squares; infinite if only the exact sum is 0."""
     if exact > 0:
         return math.sqrt(off / exact)
     return math.inf if off > 0 else 0.0

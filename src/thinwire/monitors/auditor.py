@@ -33,7 +33,7 @@ class Auditor:
     Args:
         every: The number of exchanges from one audit to the next. 0 never audits.
         limit: The largest relative error that any parameter may have. None sets no limit.
-        on_excess: What to do when the limit is exceeded.
+        on_excess: The action when the limit is exceeded.
         history: The number of records to keep.
 
     Raises:
@@ -48,18 +48,18 @@ class Auditor:
         self.records: deque[AuditRecord] = deque(maxlen=history)
 
     def begin(self, number: int) -> Findings | None:
-        """Begin an exchange, numbered from 0; return where its findings go, or None if it is not audited."""
+        """Begin an exchange, numbered from 0; return its empty findings, or None if it is not audited."""
         return Findings() if self.every > 0 and (number + 1) % self.every == 0 else None
 
     def conclude(self, findings: Findings | None, step: int, purpose: str) -> Program | None:
         """Record an audited exchange, and act if the limit is exceeded.
 
-        All ranks have the same figures, so all act alike.
+        All ranks have the same figures, so all act the same.
 
         Args:
-            findings: What `begin` returned.
+            findings: The result of `begin`.
             step: The step of the exchange.
-            purpose: What was exchanged.
+            purpose: The purpose of the exchange, `"gradients"` or `"models"`.
 
         Returns:
             The program to fall back to, or None to continue.
@@ -95,12 +95,12 @@ class Auditor:
 def check_audit(every: object, limit: object, on_excess: object) -> None:
     """Raise OptionError unless these are valid options for audits."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        raise OptionError(f"audit_every={every!r} must be a whole number from 0 on: 0 never audits")
+        raise OptionError(f"audit_every={every!r} must be a whole number, at least 0: 0 never audits")
     if limit is not None:
         if not isinstance(limit, Real) or isinstance(limit, bool) or not float(limit) > 0:
             raise OptionError(f"max_error={limit!r} must be a positive number: 0.5 is half of the exact mean")
         if every == 0:
-            raise OptionError(f"max_error={limit!r} needs audits: give audit_every=1000, say")
+            raise OptionError(f"max_error={limit!r} needs audits: pass audit_every=1000, for example")
     if on_excess not in ("warn", "raise"):
         if isinstance(on_excess, str):
             raise OptionError(f"on_excess={on_excess!r} must be 'warn', 'raise' or a program to fall back to")

@@ -17,7 +17,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit number that changes with any single changed bit, and with the order of elements.
 
-    It is the sum of all words, each times an odd number that depends on its place, modulo 2^64.
+    It is the sum of all words modulo 2^64, each times an odd number that depends on its place.
     """
     real = real_numbers(tensor.contiguous())
     words = real.reshape(-1).view(_WORDS[real.element_size()])
@@ -54,11 +54,12 @@ def check_replicas(names: Sequence[str], gathered: torch.Tensor, step: int) -> N
 
     Args:
         names: The parameters' names.
-        gathered: What `gather_fingerprints` returned.
+        gathered: The result of `gather_fingerprints`.
         step: The step, for the error.
 
     Raises:
-        DriftError: A parameter differs between ranks. Raised on every rank, naming the first that differs.
+        DriftError: A parameter differs between ranks. Raised on every rank, with the name of the first that
+            differs.
     """
     rows = {rank: row[1:] for rank, row in enumerate(gathered.tolist()) if row[0]}  # the only read
     first, reference = next(iter(rows.items()))

@@ -17,11 +17,11 @@ def listed(params: Any) -> list[Any]:
 
     Raises:
         OptionError: If there are none, a group has no 'params', or a parameter is not dense.
-        TypeError: If they are no iterable of parameters or of groups, as in torch.
+        TypeError: If they are not an iterable of parameters or of groups, as in torch.
     """
     if isinstance(params, torch.Tensor | set) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params is a {torch.typename(params)}: give an ordered iterable of parameters, such as"
+            f"params is a {torch.typename(params)}: pass an ordered iterable of parameters, such as"
             " model.parameters(), or of parameter groups"
         )
     items = list(params)
@@ -32,7 +32,7 @@ def listed(params: Any) -> list[Any]:
     kinds = {_kind(each) for each in items}
     if len(kinds) > 1 or None in kinds:
         found = ", ".join(sorted({torch.typename(each) for each in items}))
-        raise TypeError(f"params has items of {found}: give parameters only, or groups (dicts) only")
+        raise TypeError(f"params has items of {found}: pass parameters only, or groups (dicts) only")
     for group in items:
         if isinstance(group, dict) and "params" not in group:
             raise OptionError(f"a group has the keys {sorted(group)}: it needs 'params', its parameters")

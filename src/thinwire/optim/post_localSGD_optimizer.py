@@ -32,7 +32,7 @@ class Averager(Protocol):
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """An optimizer that makes local steps and averages parameters when the averager says so.
+    """An optimizer that makes local steps and averages parameters when its averager decides to.
 
     Args:
         optim: Optimizer that makes the local steps.
@@ -40,7 +40,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             `warmup_steps` to the hook's `start_localSGD_iter`.
 
     Raises:
-        OptionError: If `optim` is no optimizer or `averager` no averager.
+        OptionError: If `optim` is not an optimizer or `averager` not an averager.
 
     Example::
 
@@ -117,7 +117,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             state_dict: State of a PostLocalSGDOptimizer. Without a step count, warn and count from 0.
 
         Raises:
-            StateError: If the step count is no whole number of at least 0.
+            StateError: If the step count is not a whole number of at least 0.
         """
         step = state_dict.get(_STEP, 0)
         if not is_whole(step) or step < 0:

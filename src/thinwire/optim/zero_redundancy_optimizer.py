@@ -52,7 +52,7 @@ _TOPIC = "zero"
 
 
 class _OverlapStatus(enum.IntEnum):
-    """Stages of the set-up with DDP. One backward completes it: owners do not depend on DDP's buckets."""
+    """Stages of the set-up with DDP. One backward completes it, as owners do not depend on DDP's buckets."""
 
     UNINITIALIZED = 0
     DDP_HAS_REBUILT_BUCKETS = 1
@@ -81,11 +81,11 @@ class _ZeROJoinHook(JoinHook):
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Any optimizer, with its state in shards: each rank keeps and updates its share of the parameters.
+    """Any optimizer, with its state in shards. Each rank keeps and updates its share of the parameters.
 
     After a step, every rank sends its updated parameters to all others. Optimizer state, which for Adam is
-    twice the model, takes 1/W of the memory. A rank sends (W-1)/W of the model more per step. Gradients
-    must be the same on all ranks, as under DDP. Paper: https://arxiv.org/abs/1910.02054.
+    twice the model, takes 1/W of the memory. A rank sends an additional (W-1)/W of the model per step.
+    Gradients must be the same on all ranks, as under DDP. Paper: https://arxiv.org/abs/1910.02054.
 
     Args:
         params: Parameters, named parameters or groups of them, the same on every rank.
@@ -158,7 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self.initialized and self._overlap_with_ddp:
             raise UnavailableError(
                 "add_param_group was called, but with overlap_with_ddp=True owners are fixed with the hook:"
-                " give all groups when the optimizer is made"
+                " pass all groups when the optimizer is made"
             )
         super().add_param_group(param_group)
         if not self.initialized:
@@ -228,7 +228,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole state: of this class, of torch's or of a plain `optimizer_class`.
+        """Load this rank's part of a whole state, which this class, torch's or `optimizer_class` saved.
 
         Every rank loads the same state. It may have been saved by a different number of ranks.
         """
@@ -264,9 +264,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.load_state_dict(joined(state_dict, self._assignment[self.rank]))
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """Return torch's `Join` hook, by which a rank without inputs still takes its part of every step.
+        """Return torch's `Join` hook, with which a rank without inputs still takes part in every step.
 
-        The rank steps with the gradients that it has, so join DDP as well, or set them.
+        The rank steps with its present gradients, so join DDP as well, or set them.
         """
         return _ZeROJoinHook(self)
 
@@ -281,7 +281,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     def _assign(self, share_out: Callable[[list[list[int]], int], Assignment] = assign) -> None:
-        """Assign parameters to owners: a pure function of the groups, so equal on all ranks if those are."""
+        """Assign parameters to owners. The result depends only on the groups, so it is equal on all ranks."""
         groups = self.param_groups
         self._index_to_param: list[torch.Tensor] = [each for group in groups for each in group["params"]]
         self._param_to_index = {each: index for index, each in enumerate(self._index_to_param)}
@@ -373,7 +373,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Group the parameters that are sent together, after comparing them between ranks.
 
         A parameter that was trainable once is still sent when it is frozen. Its optimizer updates it as long
-        as it has a gradient, and other ranks do not know whether it has.
+        as it has a gradient, which other ranks cannot detect.
         """
         self._is_trainable_mask = self._trainable()
         traveling = self._traveling | {index for index, moves in enumerate(self._is_trainable_mask) if moves}

@@ -1,4 +1,4 @@
-"""What a plan compares: plain DDP, gradient programs, and models that are averaged periodically."""
+"""The candidates of a plan: plain DDP, gradient programs, and models that are averaged periodically."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

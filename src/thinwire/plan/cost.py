@@ -81,7 +81,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs a rank. Times are in seconds.
+    """The cost of a step on one rank. Times are in seconds.
 
     Attributes:
         step: The whole step.

@@ -17,7 +17,7 @@ _NEAR = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a recommendation must respect.
+    """The constraints of a recommendation.
 
     Attributes:
         gap: The largest expected loss gap. Candidates whose gap is unknown are not recommended.
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do.
+    """A recommendation and its reason.
 
     Attributes:
         row: The recommended candidate, or None to stay with plain DDP.

@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a program does with one layout on one number of ranks.
+    """The collectives and memory of a program, for one layout and number of ranks.
 
     Attributes:
         transfers: Its collectives.

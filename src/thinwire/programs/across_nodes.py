@@ -16,7 +16,7 @@ from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
 
 _ROWS_WORTH_KEEPING = 8
-"""Rows per rank from which padding to whole rows is cheap enough to keep a matrix's shape."""
+"""The least number of rows per rank for which padding to whole rows is cheap, so a matrix keeps its shape."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,7 +38,7 @@ class AcrossNodes(Written):
 
     Raises:
         OptionError: `program` is not a program, or `node_size` is not a whole number of at least 1. `attach`
-            raises it where `node_size` does not divide the number of ranks.
+            raises it if `node_size` does not divide the number of ranks.
 
     Example::
 
@@ -69,7 +69,7 @@ class AcrossNodes(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program between nodes averages some parameters exactly beside others."""
+        """True if the program between nodes averages some parameters exactly."""
         return carries_exact(self.program)
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
@@ -115,8 +115,8 @@ class AcrossNodes(Written):
 class Shares:
     """The parameters of a bucket in equal slices, one per rank of a node, padded with zeros.
 
-    A slice is made of whole rows where that needs little padding, so that matrices stay matrices. Otherwise
-    the parameter is flattened first.
+    A slice consists of whole rows if that needs little padding, so that matrices stay matrices. Otherwise the
+    parameter is flattened first.
     """
 
     def __init__(self, bucket: Bucket, count: int) -> None:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once
-from thinwire.engine.pack import Layout
+from thinwire.engine.pack import Layout, changed_layout
 from thinwire.kernels import blocks as kernels
-from thinwire.programs.coder import Coder, Given, Tensors, changed_layout
+from thinwire.programs.coder import Coder, Given, Tensors
 
 
 class BlockCoder(Coder):
@@ -19,6 +19,8 @@ class BlockCoder(Coder):
         codec: The codec.
         width: Numbers in a block.
     """
+
+    codec: BlockCodec
 
     def __init__(self, codec: BlockCodec, width: int) -> None:
         self.codec = codec
@@ -62,10 +64,6 @@ class BlockCoder(Coder):
             else:
                 batch.scatter(self._decoded(batch, parts, room.back(batch)), into)
 
-    def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return what the codec tells."""
-        return self.codec.finite(parts)
-
     def _write(
         self,
         room: "_Room",
@@ -93,9 +91,9 @@ class BlockCoder(Coder):
 
 
 class NativeCoder(BlockCoder):
-    """A coder for codecs with a kernel, which gives the same bits as torch in a single pass over memory.
+    """A coder for codecs with a native kernel. It gives the same bits as torch in a single pass over memory.
 
-    Where native code does not run (it is not built, numbers are not float32, or not on a CPU), torch does.
+    Torch runs instead if native code is not built, or if numbers are not float32 or not on a CPU.
 
     Args:
         codec: The codec.
@@ -153,7 +151,7 @@ class NativeCoder(BlockCoder):
         return None
 
     def _runs(self, *pieces: Tensors | None) -> bool:
-        """Return whether native code runs. With more ranks than blocks, some have no pieces and need none."""
+        """Return whether native code runs. It does not run on a rank without pieces."""
         given = [piece for some in pieces for piece in some or ()]
         return bool(given) and kernels.supported(self._kernel, given)
 
@@ -241,7 +239,7 @@ class _Room:
         return self._back[: batch.rows]
 
     def whole_blocks(self, batch: _Batch) -> torch.Tensor | None:
-        """Return the values of the batch as a view in blocks, or None if they are not such."""
+        """Return the values of the batch as a view in blocks, or None if no such view exists."""
         if len(batch.slots) > 1 or batch.gaps:
             return None
         (slot,) = batch.slots

@@ -1,4 +1,4 @@
-"""The protocol of coders, which encode numbers that lie in several tensors straight into rows of bytes.
+"""The protocol of coders, which encode numbers of several tensors directly into rows of bytes.
 
 A coder applies a codec to a list of pieces, each a flat slice of one parameter. The sum with a residual, the
 encoding and the new residual are computed together, while the numbers are in the cache.
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.codec import Parts
+from thinwire.codecs.codec import Codec, Parts
 from thinwire.engine.pack import Layout
-from thinwire.errors import ProgramError
 
 Tensors = list[torch.Tensor]
 
@@ -32,24 +31,33 @@ class Given:
 
 
 class Coder(ABC):
-    """A codec at work on pieces. Parts are views of a row of bytes."""
+    """A codec applied to pieces. Parts are views of a row of bytes."""
 
+    codec: Codec
     block: int
     """Numbers of one parameter that are encoded together."""
 
     @abstractmethod
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
-        """Return the layout of the encoding of pieces with these lengths."""
+        """Return the layout of an encoding.
+
+        Args:
+            lengths: The lengths of the pieces.
+            device: The device of the pieces.
+
+        Returns:
+            The dtypes and shapes of the parts.
+        """
 
     @abstractmethod
     def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
-        """Encode the numbers into `parts`, and write what the encoding misses to `errors`.
+        """Encode the numbers into `parts`, and write the error of the encoding to `errors`.
 
         Args:
             given: The numbers.
-            errors: Where input minus decoded encoding is written. They may share memory with `given`. None
+            errors: Receive the input minus the decoded encoding. They may share memory with `given`. None
                 writes nothing.
-            parts: Where the encoding is written.
+            parts: Receive the encoding.
         """
 
     @abstractmethod
@@ -61,31 +69,35 @@ class Coder(ABC):
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
-        """Encode the mean of the given numbers and those received, and write `world` times what it misses.
+        """Encode the mean of the given numbers and the received ones, and write `world` times its error.
 
         Args:
             given: The numbers of this rank.
             received: The encodings of the other ranks, in order, with the coder of each.
-            world: The count of ranks.
+            world: The number of ranks.
             errors: As for `encode`, times `world`.
-            parts: Where the encoded mean is written.
+            parts: Receive the encoded mean.
         """
 
     @abstractmethod
     def decode(self, parts: Parts, into: Tensors) -> None:
-        """Write the encoded numbers to `into`, in its dtype."""
+        """Decode to pieces.
 
-    @abstractmethod
+        Args:
+            parts: An encoding.
+            into: The pieces to overwrite. Numbers are converted to their dtype.
+        """
+
     def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return whether all encoded numbers are finite, or None if that takes a look at the numbers."""
+        """Return whether all encoded numbers are finite.
 
+        Args:
+            parts: An encoding.
 
-def changed_layout(expected: Layout, found: Layout) -> ProgramError:
-    """Return the error for a codec whose encoding depends on values."""
-    return ProgramError(
-        f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
-        " of values, but not on the values"
-    )
+        Returns:
+            A scalar bool tensor, or None if only the decoded numbers show it.
+        """
+        return self.codec.finite(parts)
 
 
 def scatter(flat: torch.Tensor, into: Tensors) -> None:

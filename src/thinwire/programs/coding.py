@@ -6,9 +6,9 @@ from functools import lru_cache
 import torch
 
 from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
-from thinwire.engine.pack import Layout
+from thinwire.engine.pack import Layout, changed_layout
 from thinwire.programs.block_coder import BlockCoder, NativeCoder
-from thinwire.programs.coder import Coder, Given, Tensors, changed_layout, scatter
+from thinwire.programs.coder import Coder, Given, Tensors, scatter
 from thinwire.programs.program import Bucket
 
 
@@ -41,7 +41,7 @@ class JoinedCoder(Coder):
         self.block = codec.align(1)
 
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
-        """Return the layout that the codec gives so many numbers."""
+        """Return the layout of the codec's encoding of this many numbers."""
         return layout_of(self.codec, sum(lengths), device)
 
     def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
@@ -68,10 +68,6 @@ class JoinedCoder(Coder):
         if into:
             flat = into[0].new_empty(sum(piece.numel() for piece in into))
             scatter(self.codec.decode(parts, flat), into)
-
-    def finite(self, parts: Parts) -> torch.Tensor | None:
-        """Return what the codec tells."""
-        return self.codec.finite(parts)
 
     def _write(self, x: torch.Tensor, weight: int, errors: Tensors | None, parts: Parts) -> None:
         encoded = self.codec.encode(x)

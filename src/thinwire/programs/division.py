@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The count of numbers."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -34,8 +34,8 @@ class Division:
     """A bucket's numbers divided over ranks.
 
     Attributes:
-        coded: The share of each rank in the parameters that are encoded. Shares begin and end where blocks
-            do, and no block has numbers of two parameters.
+        coded: The share of each rank in the parameters that are encoded. Shares begin and end at block
+            boundaries, and no block has numbers of two parameters.
         exact: The share of each rank in the parameters that are averaged exactly.
     """
 
@@ -59,7 +59,7 @@ def _divided(lengths: tuple[int, ...], exact: tuple[bool, ...], block: int, rank
 
 
 def _shares(members: Sequence[int], lengths: Sequence[int], block: int, ranks: int) -> tuple[Share, ...]:
-    """Divide parameters into runs of blocks, of equal counts except that the last may be shorter or empty."""
+    """Divide parameters into runs of equally many blocks. The last run may be shorter or empty."""
     blocks = [-(-lengths[member] // block) for member in members]
     most = -(-sum(blocks) // ranks)
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -79,5 +79,5 @@ def in_pieces(tensors: Sequence[torch.Tensor], share: Share) -> list[torch.Tenso
 
 
 def numbers_in(share: Share) -> int:
-    """Return the count of numbers in a share."""
+    """Return the number of elements in a share."""
     return sum(piece.length for piece in share)

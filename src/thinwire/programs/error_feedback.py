@@ -37,8 +37,8 @@ class ErrorFeedback(Written):
     Args:
         program: Program that reports its error, as `TwoShot`, `Gathered` and `Reduced` do with any codec.
         keep: Share of the residual that is added to the gradient, above 0 and at most 1. Below 1 the rest of
-            the residual is lost. This can still train faster where compression is so coarse that the residual
-            outgrows the gradient and holds stale directions. See `Sign`.
+            the residual is lost. This can still train faster if compression is so coarse that the residual
+            outgrows the gradient and contains stale directions. See `Sign`.
 
     Raises:
         OptionError: `program` is not a program or reports no error, or `keep` is out of range.
@@ -67,14 +67,21 @@ class ErrorFeedback(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others. They have no residual."""
+        """True if the program averages some parameters exactly. They have no residual."""
         return carries_exact(self.program)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
-        """Return the collectives of a bucket as the program outlines them, or None where it does not."""
-        tells = getattr(self.program, "outline", None)
+        """Return the collectives of a bucket as the program outlines them, or None if it has no outline.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Returns:
+            The collectives, or None if the program has no outline.
+        """
+        outline = getattr(self.program, "outline", None)
         wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        return None if tells is None else tells(replace(bucket, buffer=wide))
+        return None if outline is None else outline(replace(bucket, buffer=wide))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
@@ -98,7 +105,7 @@ class ErrorFeedback(Written):
         return Outcome(mean, finite=flag)
 
     def _folded(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Let the program add the residuals and write the new ones, in its own passes over the numbers."""
+        """Run a program that adds the residuals, and writes the new ones, in its own passes."""
         exact = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
         old: dict[str, torch.Tensor] = {}
         new: dict[str, torch.Tensor] = {}
@@ -139,7 +146,7 @@ def _kept(memory: Memory, name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the mean clamped and rounded to `dtype`, and what that removed, or None where it is nothing."""
+    """Return the mean clamped and rounded to `dtype`, and the rounding error, or None if there is none."""
     if mean.dtype == dtype:
         return mean, None
     limits = torch.finfo(dtype)

@@ -39,10 +39,10 @@ def explain(runs: object, table: Mapping[str, Choice], shapes: Mapping[str, torc
 
 
 def explain_buckets(program: object, bucket_bytes: int, gradient_bytes: int) -> str:
-    """Return DDP's bucket size, and a smaller one where a program's gradients would leave earlier.
+    """Return DDP's bucket size, and a smaller one if a program would then send gradients earlier.
 
-    DDP hands a bucket over when all its gradients are computed. thinwire slices large buckets, but cannot
-    send a slice before that.
+    DDP passes a bucket to its hook when all its gradients are computed. thinwire slices large buckets, but
+    cannot send a slice before that.
 
     Args:
         program: Program for gradients.

@@ -41,7 +41,14 @@ class Gathered(Written):
         require_codec(self.codec)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
-        """Yield the collective of a bucket without decoding anything, for planning with many ranks."""
+        """Yield the collective of a bucket without decoding anything, for planning with many ranks.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Yields:
+            The collective.
+        """
         encoded = own_codecs(self.codec, bucket)[bucket.rank].encode(numbers_of(bucket.buffer))
         yield AllGather(Layout.of(encoded).rows(1)[0])
 

@@ -1,8 +1,8 @@
 """Gradients as matrices, and PowerSGD's passes over them.
 
-PowerSGD on a CPU waits for memory more than it computes. So each of its three passes reads a matrix once, in
-native code where that is in use: the residual is added while M Q is computed, M^T P needs one read, and the
-new residual is computed with P Q^T.
+PowerSGD on a CPU is bound by memory rather than by arithmetic. So each of its three passes reads a matrix
+once, in native code if that is in use. The first adds the residual and computes M Q, the second computes M^T
+P, and the third computes P Q^T and the new residual.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.reproducible import product
 
 _FEW = 4
-"""Columns up to which native code is as fast as BLAS, or faster, for M Q and M^T P."""
+"""The most columns for which native code is at least as fast as BLAS for M Q and M^T P."""
 
 
 class Part:
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """The matrix's count of columns."""
+        """The matrix's number of columns."""
         return self.shape[1]
 
     @property
@@ -73,13 +73,13 @@ class Part:
             into.copy_(p @ self.matrix)
 
     def corrected_rest(self) -> torch.Tensor:
-        """Return the rest, to which its residual was added. `times` has done so where there is a matrix."""
+        """Return the rest plus its residual. If there is a matrix, `times` has already added it."""
         if not self.matrix.numel():
             self._correct()
         return self.rest
 
     def finish(self, against: str, memory: Memory) -> None:
-        """Write the mean, and keep the gradient less the mean ("mean") or less this rank's share ("sent")."""
+        """Write the mean, and keep the gradient minus the mean ("mean") or this rank's share ("sent")."""
         if self._one_residual() and self.mean.product is not None and not self.rest.numel():
             self._finish_matrix(against, memory)
         else:
@@ -165,7 +165,7 @@ def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
 
 
 def refined(group: Parts, qs: torch.Tensor) -> torch.Tensor:
-    """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have."""
+    """Return M^T P of each matrix M, with P a basis of M Q. All ranks must have the same M."""
     return transposed_times(group, orthonormal(times(group, orthonormal(qs))))
 
 
@@ -174,7 +174,7 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
 
     Householder QR in at least float32 cannot fail on finite numbers, so rows of zeros and dependent rows need
     no special case, and for these shapes it is the fastest on a CPU (docs/design/decisions.md). Its last bits
-    depend on the host, so it serves only for values on which ranks need not agree.
+    depend on the host, so use it only for values on which ranks need not agree.
     """
     exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
     basis: torch.Tensor = torch.linalg.qr(exact.mT)[0].mT.to(rows.dtype)

@@ -52,7 +52,7 @@ class Memory:
         """Return a view of this memory for one step.
 
         Returns:
-            A memory whose changes are held back until its `commit`, and dropped by its `forget`.
+            A memory whose changes take effect with its `commit`, and are dropped by its `forget`.
         """
         view = Staged(self)
         view._scope = self._scope
@@ -64,7 +64,7 @@ class Memory:
         Args:
             name: Name of the parameter.
             key: Slot of the tensor, such as "residual".
-            make: Makes the tensor where the slot is empty.
+            make: Makes the tensor if the slot is empty.
 
         Returns:
             The tensor that is kept for the next step.
@@ -84,7 +84,7 @@ class Memory:
         Args:
             name: Name of the parameter.
             key: Slot of the tensor.
-            make: Makes the tensor where the slot is empty.
+            make: Makes the tensor if the slot is empty.
 
         Returns:
             The tensor as the previous step left it. Do not change it.
@@ -124,7 +124,7 @@ class Memory:
     def scoped(self, scope: str) -> "Memory":
         """Return a view of this memory with slots of its own.
 
-        It is for programs that run on something other than whole gradients, such as slices of parameters.
+        Use it for programs that run on something other than whole gradients, such as slices of parameters.
 
         Args:
             scope: Prefix of the slots' names.
@@ -137,10 +137,13 @@ class Memory:
         return view
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """Return the tensor at a place, or None.
+        """Return the tensor at a place.
 
         Args:
             place: Name of the parameter, and slot with its full scope.
+
+        Returns:
+            The tensor itself, or None if there is none.
         """
         name, key = place
         return self._slots.get(name, {}).get(key)
@@ -162,11 +165,14 @@ class Memory:
     def residuals_of(self, name: str) -> list[torch.Tensor]:
         """Return the residuals of one parameter within this memory's scope.
 
-        The memory without a scope leaves out residuals of averaged models, which are not in units of
+        The memory without a scope leaves out residuals of averaged models, because they are not scaled like
         gradients.
 
         Args:
             name: Name of the parameter.
+
+        Returns:
+            The tensors themselves, not copies.
         """
         slots = self._slots.get(name, {})
         return [tensor for key, tensor in slots.items() if self._holds_residual(key)]
@@ -182,7 +188,7 @@ class Memory:
         comparison would make the host wait.
 
         Args:
-            scale: Scale of the gradients to come, or None without a scaler. None changes only residuals that
+            scale: Scale of the next gradients, or None without a scaler. None changes only residuals that
                 were loaded, because a run without a scaler may resume one that had a scaler.
         """
         loaded, self._loaded = self._loaded, False
@@ -196,10 +202,10 @@ class Memory:
         self._scale = scale
 
     def convert(self, units: Units) -> None:
-        """Rescale residuals to the units of the gradients to come.
+        """Rescale residuals to the scale of the next gradients.
 
         Args:
-            units: Scales to apply one after another, and whether the scale known so far was another scaler's.
+            units: Scales to apply one after another, and whether the present scale is that of another scaler.
         """
         if units.relabelled:
             self._scale = None
@@ -219,7 +225,7 @@ class Memory:
     def shared(self) -> "Memory":
         """Return a memory with the same tensors, but without residuals.
 
-        What programs keep besides residuals is equal on all ranks, such as the factors of PowerSGD.
+        All other slots, such as the factors of PowerSGD, are equal on all ranks.
         """
         rest = Memory()
         for name, slots in self._slots.items():
@@ -229,10 +235,10 @@ class Memory:
         return rest
 
     def take_shared(self, other: "Memory") -> None:
-        """Replace all tensors but the residuals by those of another memory.
+        """Replace all tensors except the residuals by those of another memory.
 
         Args:
-            other: What `shared` returned, here or on another rank.
+            other: The result of `shared`, on this or another rank.
         """
         for slots in self._slots.values():
             for key in [key for key in slots if not is_residual(key)]:
@@ -241,7 +247,11 @@ class Memory:
             self._slots.setdefault(name, {}).update(slots)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of all tensors, by parameter name and then by slot."""
+        """Return copies of all tensors, by parameter name and then by slot.
+
+        Returns:
+            A mapping for `load_state_dict`.
+        """
         return {
             name: {key: tensor.detach().clone() for key, tensor in slots.items()}
             for name, slots in self._slots.items()
@@ -251,7 +261,7 @@ class Memory:
         """Replace all tensors by copies of a saved state.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
             shapes: Shapes of the model's parameters by name.
 
         Raises:
@@ -281,10 +291,10 @@ class Memory:
 
 
 class Staged(Memory):
-    """A view of a memory for one step, whose changes are held back until `commit`.
+    """A view of a memory for one step, whose changes take effect with `commit`.
 
-    `slot` returns copies. `read` and `put` copy nothing extra. From a slot's change to the step's end there
-    are two tensors, the kept one for rolling back. Between steps there is one.
+    `slot` returns copies. `read` and `put` make no extra copy. From a slot's change to the step's end there
+    are two tensors, because the old one is kept for rolling back. Between steps there is one.
     """
 
     def __init__(self, base: Memory) -> None:
@@ -325,7 +335,7 @@ class Staged(Memory):
         return self._base.find(place) if changed is None else changed
 
     def keep(self, place: Place, tensor: torch.Tensor) -> None:
-        """Change a tensor in this step, without a copy. A view of this view commits by it."""
+        """Keep a tensor at a place for this step, without a copy. A view of this view commits through it."""
         self._changed[place] = tensor
 
     def residuals_of(self, name: str) -> list[torch.Tensor]:
@@ -360,6 +370,6 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a tensor can hold a new value: it must be contiguous, and else like `other`."""
+    """Return whether a tensor can hold a new value. It must be contiguous and otherwise like `other`."""
     same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return same and one.is_contiguous()

@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 _WRITTEN = "_written"
 _BEFORE = "_before"
 UNSAID = "_unsaid"
-"""Attribute that names the options whose value was derived, because the user gave none."""
+"""Attribute with the names of options whose value was derived, because the user did not set them."""
 ADDED_LATER = {"added_later": True}
 """Metadata of an option that `describe` leaves out while it has its default, so that older states load."""
 _RANKS = {
@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Written:
-    """A base class whose repr is what the user wrote: a preset, or the options that are not the default.
+    """A base class whose repr is the text that the user wrote: a preset, or the non-default options.
 
     >>> from thinwire import DiLoCo, Int4, Warmup
     >>> Warmup(Int4(block=32), steps=10)
@@ -84,7 +84,7 @@ def described(thing: object) -> Described:
 
 
 def describe(thing: object) -> str:
-    """Return a program and all its options as text, equal on two ranks exactly if the programs are.
+    """Return a program and all its options as text. Texts are equal if and only if the programs are.
 
     It is used to compare ranks and saved states, so it must not change between versions. A function is shown
     by its qualified name and by the plain values in its closure and its defaults, because its address differs
@@ -95,7 +95,7 @@ def describe(thing: object) -> str:
     'TwoShot(codec=Quantize(bits=8, block=256, affine=False, stochastic=False, seed=0))'
 
     Raises:
-        OptionError: The text has an address in memory instead of options.
+        OptionError: The text contains a memory address instead of options.
     """
     text = _full(thing)
     if _ADDRESS.search(text):
@@ -107,11 +107,11 @@ def describe(thing: object) -> str:
 
 
 def continuing(program: Made, before: object) -> Made:
-    """Return a program that continues from saved states of another one, by which earlier versions made it.
+    """Return a program that also loads the saved states of its counterpart in earlier versions.
 
     Args:
         program: The program.
-        before: Its counterpart of earlier versions. Both must keep the same slots.
+        before: The counterpart. Both must keep the same slots.
     """
     object.__setattr__(program, _BEFORE, before)
     return program
@@ -202,7 +202,7 @@ def _partial(thing: "functools.partial[object]") -> str:
 
 
 def _closed_over(function: FunctionType) -> str:
-    """Return the plain values in a function's closure and defaults, except ranks and what it assigns."""
+    """Return the plain values in a function's closure and defaults, except ranks and assigned variables."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     changed = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_DEREF"}
     values = {name: cell.cell_contents for name, cell in cells if name not in changed and _filled(cell)}
@@ -240,7 +240,7 @@ def _plain(value: object) -> bool:
 
 
 def _has_own_repr(thing: object) -> bool:
-    """Return whether a dataclass's repr is its author's, and not the one that dataclasses make."""
+    """Return whether a dataclass's repr was written by its author, not generated."""
     own = vars(type(thing)).get("__repr__")
     return own is not None and not own.__code__.co_filename.endswith(("dataclasses.py", "reprlib.py"))
 

@@ -17,11 +17,11 @@ from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
 
 @dataclass(frozen=True, repr=False)
 class Partition(Written):
-    """A program that averages each parameter by the program of the first rule that fits it.
+    """A program that averages each parameter with the program of the first rule that fits it.
 
     Use it within other programs, such as `AcrossNodes`. Elsewhere prefer `attach(ddp, program, rules=...)`,
     which keeps collectives of several programs in flight at once. Each program receives its parameters of a
-    bucket as a bucket of their own.
+    bucket as a separate bucket.
 
     Args:
         rules: Pairs of a pattern, or a `Size`, and a program. In a pattern `*` matches anything and `?` one
@@ -29,8 +29,8 @@ class Partition(Written):
         default: Program of parameters that no rule fits.
 
     Raises:
-        OptionError: `rules` are not such pairs, or `default` is not a program. `attach` raises it where a
-            rule fits no parameter of the model, or only parameters that earlier rules fit.
+        OptionError: `rules` are not such pairs, or `default` is not a program. `attach` raises it if a rule
+            fits no parameter of the model, or only parameters that earlier rules fit.
 
     Example::
 

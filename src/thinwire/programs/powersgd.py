@@ -7,10 +7,10 @@ For each gradient matrix M (n x m), with Q (m x r) left from the step before:
     Q = mean over ranks of M^T P      second all-reduce, m r numbers
     gradient = P Q^T
 
-The residual M - P Q^T is added to the next step's gradient (error feedback). The first steps, in which
-gradients change fastest and Q is not yet a good basis, send 4-bit integers instead, and let Q follow the mean
-gradient, which costs no bytes. All ranks compute the same bits
-of P Q^T, also on unlike hosts and with or without native code. See `reproducible.py`.
+The residual M - P Q^T is added to the next step's gradient (error feedback). In the first steps, gradients
+change fastest and Q is not yet a good basis. These steps send 4-bit integers instead. Q follows the mean
+gradient, which costs no bytes. All ranks compute the same bits of P Q^T, even on different kinds of hosts and
+with or without native code. See `reproducible.py`.
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
 https://arxiv.org/abs/1905.13727.
@@ -61,18 +61,18 @@ class PowerSGD(Written):
             with biases and other vectors.
         warm_start: Begin each step's iteration with the last step's Q, which makes one iteration enough.
         error_feedback: Add the residual to the next step's gradient. Costs one copy of the gradients.
-        residual: "mean" keeps the difference of this rank's gradient to the averaged result, "sent" that to
-            this rank's own contribution. The average over ranks, and with it training, is the same except for
+        residual: "mean" keeps this rank's gradient minus the averaged result. "sent" keeps it minus this
+            rank's own contribution. The average over ranks, and therefore training, is the same except for
             rounding. "mean" also compensates the rounding of the sum, and "sent" stays small.
         factor_dtype: "bf16" halves all bytes, and error feedback compensates its rounding. "fp16" rounds
-            less, but where a factor exceeds 65504 the bucket's gradient is NaN, as after any overflow. None
-            is the dtype of the gradients.
-        flatten: Treat the whole bucket as one square matrix: fewer, larger operations, but it destroys the
-            structure that makes gradients low-rank. Only worth a try with rank=1.
+            less, but if a factor exceeds 65504, the bucket's gradient is NaN, as after any overflow. None is
+            the dtype of the gradients.
+        flatten: Treat the whole bucket as one square matrix. Operations are fewer and larger, but the
+            structure that makes gradients low-rank is destroyed. Only worth trying with rank=1.
         seed: Seed of the first Q.
         warmup: Steps at the start of training that send 4-bit integers, a seventh of the exact bytes. 0 sends
-            low-rank gradients from the first step. By default 8. A wire that swaps to PowerSGD after so many
-            steps has no warm-up.
+            low-rank gradients from the first step. By default 8. A wire that swaps to PowerSGD after that
+            many steps has no warm-up.
 
     Raises:
         OptionError: An option has the wrong type or is out of range.
@@ -101,7 +101,7 @@ class PowerSGD(Written):
             raise OptionError(f"min_compression={self.min_compression!r} must be positive: 2 is a good value")
         if self.residual not in ("mean", "sent"):
             raise OptionError(
-                f"residual={self.residual!r} must be 'mean' or 'sent': what errors are taken against"
+                f"residual={self.residual!r} must be 'mean' or 'sent': the value to subtract from a gradient"
             )
         if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
             raise OptionError(
@@ -112,11 +112,11 @@ class PowerSGD(Written):
 
     @property
     def start_steps(self) -> int:
-        """The steps of the warm-up, given or by default."""
+        """The number of warm-up steps, as given or the default."""
         return _WARMUP if self.warmup is None else self.warmup
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """All-reduce P together with all that is not compressed, then Q. In the warm-up, send 4 bits."""
+        """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
         if bucket.step < self.start_steps:
             return (yield from self._start(bucket, memory))
         parts = self._parts(bucket, memory if self.error_feedback else None)
@@ -142,23 +142,30 @@ class PowerSGD(Written):
 
     @property
     def spares_vectors(self) -> bool:
-        """Whether vectors must be excluded: with P they are sent exactly, unless rounded or flattened."""
+        """True if vectors must be excluded. Unless P is rounded or flattened, it carries them exactly."""
         return self.flatten or self.factor_dtype is not None
 
     def numbers_sent(self, shape: torch.Size) -> int:
-        """Return how many numbers are sent for a gradient of this shape."""
+        """Return how many numbers are sent for a gradient of this shape.
+
+        Args:
+            shape: Shape of the gradient.
+
+        Returns:
+            Numbers in both collectives, or all of them if the gradient is not compressed.
+        """
         n, m = self._matrix_shape(shape)
         return (n + m) * min(n, m, self.rank) + shape.numel() - n * m
 
     def _matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the shape of the matrix as which a gradient is compressed, or (0, 0) if it is not."""
+        """Return the shape of a gradient's matrix, or (0, 0) if the gradient is not compressed."""
         length = shape.numel()
         n = math.isqrt(length) if self.flatten else shape[0] if shape else 1
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
     def _start(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
-        """Average by 4-bit integers, and let Q follow the mean by one iteration, which needs no exchange."""
+        """Average with 4-bit integers, and update Q from the mean, which needs no exchange."""
         program = ErrorFeedback(_START) if self.error_feedback else _START
         small = [name for name, shape in zip(bucket.names, bucket.shapes, strict=True) if len(shape) < 2]
         exact = bucket.exact if self.spares_vectors else frozenset(small)
@@ -198,7 +205,7 @@ class PowerSGD(Written):
     def _mean(
         self, tensors: list[torch.Tensor], bucket: Bucket
     ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return this rank's tensors as sent, and their means over ranks. No tensors need no collective."""
+        """Return this rank's tensors as sent, and their means over ranks. Without tensors, send nothing."""
         if not tensors:
             return [], []
         shapes = [tensor.shape for tensor in tensors]

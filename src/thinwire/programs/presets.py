@@ -149,11 +149,11 @@ def TopK(
 
     With the defaults an entry takes 8.1 bits, 6 of them for its position: 1/63 of fp32's bytes, on any number
     of ranks. With a 64th it takes 10.5 bits: 1/195 of fp32's bytes. Most coordinates receive a gradient only
-    now and then, and the fewer are sent, the more slowly Adam converges (docs/benchmarks.md).
+    occasionally. The fewer are sent, the more slowly Adam converges (docs/benchmarks.md).
 
     Args:
         ratio: Share that is sent, above 0 and at most 1.
-        block: Numbers in a block, at most 32768. Larger ones are more accurate, and cost more time.
+        block: Numbers in a block, at most 32768. Larger blocks are more accurate and cost more time.
         values: Form of the sent numbers: "int2", "int4", "int8", "bf16" or "fp32". See `LargestEntries`.
         error_feedback: Add the error of compression to the next step's gradient. Without it numbers that are
             never among the largest are never sent.

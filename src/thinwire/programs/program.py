@@ -28,14 +28,14 @@ class Bucket:
     """One rank's gradients of several parameters in one flat buffer, to be averaged.
 
     Attributes:
-        index: DDP's number of the bucket. DDP may rebuild its buckets, so do not name state by it.
-        buffer: The gradients, one after another, each in the order of its parameter's elements whatever the
-            memory format. A program may overwrite it.
+        index: DDP's number of the bucket. DDP may rebuild its buckets, so do not use it to name state.
+        buffer: The gradients, one after another. Each is in the order of its parameter's elements, regardless
+            of the memory format. A program may overwrite it.
         names: Names of the parameters in the model.
-        shapes: Shapes of the parameters, in the same order. The last dimension of a complex one is 2.
+        shapes: Shapes of the parameters, in the same order. A complex parameter has a last dimension of 2.
         rank: This rank in the group that averages.
         world_size: Number of ranks in that group.
-        step: Number of the step, from 0, of those in which ranks communicated.
+        step: Number of the step, from 0. Only steps in which ranks communicate count.
         track_error: Whether the outcome must have an `error`.
         exact: Names of parameters whose mean must not be compressed. It is empty unless the program's class
             sets `carries_exact`. Their error is 0.
@@ -99,9 +99,9 @@ class Outcome:
         mean: The averaged gradients, of the shape, dtype and device of the bucket's buffer. It may be the
             buffer itself, which saves memory.
         error: This rank's input minus its contribution to the mean, for error feedback. Over all ranks,
-            mean(inputs) = mean + mean(errors). Required where `bucket.track_error` is set.
-        finite: A scalar bool tensor, whether the mean is finite. None lets the step check `mean`. Set it
-            where `mean` holds only a part of what was averaged, as under ZeRO.
+            mean(inputs) = mean + mean(errors). Required if `bucket.track_error` is set.
+        finite: A scalar bool tensor, whether the mean is finite. None lets the step check `mean`. Set it if
+            `mean` contains only a part of the averaged numbers, as under ZeRO.
 
     Example::
 
@@ -158,13 +158,13 @@ def require_program(program: object, option: str = "program") -> None:
     """
     if not callable(program):
         raise OptionError(
-            f"{option}={program!r} is not a program: give an instance, such as thinwire.Int8(); codecs become"
+            f"{option}={program!r} is not a program: pass an instance, such as thinwire.Int8(); codecs become"
             " programs by TwoShot(codec)"
         )
     if isinstance(program, type) or not _takes_a_bucket(program):
         name = getattr(program, "__name__", type(program).__name__)
         raise OptionError(
-            f"{option}={program!r} is not a program: give an instance by calling it, {name}(); a program of"
+            f"{option}={program!r} is not a program: pass an instance by calling it, {name}(); a program of"
             " your own takes (bucket, memory)"
         )
 
@@ -186,14 +186,14 @@ def ignores_order(program: object) -> bool:
 
 
 def carries_exact(program: object) -> bool:
-    """Return whether a program averages the parameters in `bucket.exact` exactly, beside all others."""
+    """Return whether a program averages the parameters in `bucket.exact` exactly, in the same collectives."""
     return bool(getattr(program, "carries_exact", False))
 
 
 def preferred_bytes(program: object) -> int | None:
-    """Return the size of a bucket in which a program is fastest, or None if it prefers DDP's buckets whole.
+    """Return the bucket size at which a program is fastest, or None if it prefers DDP's buckets whole.
 
-    A program declares it by an attribute `preferred_bytes`. A wrapper without one has that of its `program`.
+    A program declares it with an attribute `preferred_bytes`. A wrapper inherits that of its `program`.
     """
     if hasattr(program, "preferred_bytes"):
         own: int | None = program.preferred_bytes
@@ -202,7 +202,7 @@ def preferred_bytes(program: object) -> int | None:
 
 
 def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-    """Validate a program, and those within it, against model and group before anything is sent.
+    """Validate a program, and the programs in it, against model and group before anything is sent.
 
     A program that depends on them has a method `check(shapes, world_size)`.
 
@@ -263,7 +263,8 @@ class Programs:
     Attributes:
         program: Program of parameters without an exception.
         exceptions: Programs of the other parameters by name.
-        exact: Exceptions that use `Exact`. A program that sets `carries_exact` takes them along.
+        exact: Exceptions that use `Exact`. A program that sets `carries_exact` sends them in its own
+            collectives.
         sliced: Whether buckets are divided into slices of the size that a program prefers.
     """
 

@@ -1,11 +1,11 @@
-"""Linear algebra whose every bit is the same on any host, with native code and without.
+"""Linear algebra with the same bits on every host, with native code and without.
 
 BLAS, LAPACK and `torch.sum` choose the order of their additions by the kind of processor and the number of
-threads. Ranks on unlike hosts would get other last bits from the same numbers, and replicas would drift
-apart. Two kinds of arithmetic do not depend on the host, and all results here are made of them: elementwise
-operations, which have one correct rounding each, and matrix products of numbers with so few bits that nothing
-is rounded, in whatever order they are added (Ozaki, Ogita, Oishi, Rump: Error-free transformations of matrix
-multiplication, 2012).
+threads. Ranks on different kinds of hosts would get different last bits from the same numbers, and replicas
+would drift. Two kinds of arithmetic do not depend on the host, and everything here is built from them. One is
+elementwise operations, which have one correct rounding each. The other is matrix products of numbers with so
+few bits that nothing is rounded, in any order of addition (Ozaki, Ogita, Oishi, Rump: Error-free
+transformations of matrix multiplication, 2012).
 """
 
 import threading
@@ -17,28 +17,28 @@ from torch.nn import functional
 from thinwire.kernels import lowrank
 
 _AT_ONCE = 1 << 18
-"""Numbers of a product that are worked on at a time: scratch space stays small, and in the cache."""
+"""The part of a product that is computed at a time, so that scratch space stays small and in the cache."""
 _MANTISSA = 53
 _EXPONENT = 0x7FF0000000000000
 """The exponent's bits of a float64."""
 _LEAST = 2.0**-1000
-"""Instead of zero, where a row of zeros would be divided by it."""
+"""The divisor of a row of zeros, instead of zero."""
 _NEXT_TO_NOTHING = 1e-10
-"""Of a row's square: what is left of it after projection, below this, is no direction but noise."""
+"""The share of a row's square below which the remainder after projection is noise, not a direction."""
 
 
 def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an orthonormal basis of the span of each matrix's rows; zeros for rows that add nothing to it.
+    """Return an orthonormal basis of the span of each matrix's rows, with zeros for dependent rows.
 
-    By Cholesky's factor of the rows' products with each other, which are computed exactly. Its one weakness,
-    that they square the condition number, matters little in double precision: for float32 one pass is enough.
-    For float64, of which products keep twice 20 bits or so, a second one mends what the first has lost.
+    It uses the Cholesky factor of the rows' Gram matrix, which is computed exactly. The Gram matrix squares
+    the condition number, but that matters little in double precision, and one pass is enough for float32. For
+    float64, whose products keep about twice 20 bits, a second pass corrects the errors of the first.
 
     Args:
-        stacks: Matrices, (matrix, row, length), finite; any number of such stacks, of one dtype.
+        stacks: Stacks of finite matrices, (matrix, row, length), all of one dtype.
 
     Returns:
-        The same, with orthonormal rows.
+        Stacks of the same shapes, with orthonormal rows.
     """
     if not stacks:
         return []
@@ -56,15 +56,15 @@ def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.Tensor | None = None) -> None:
-    """Write P Q^T to a matrix, and what the matrix held before less P Q^T to `missed`.
+    """Write P Q^T to a matrix, and the matrix's old value minus P Q^T to `missed`.
 
     Args:
         p: The columns of P as rows.
         q: The columns of Q as rows.
         into: Matrix, overwritten.
-        missed: As many numbers as the matrix has, in any shape, overwritten. None writes none.
+        missed: A tensor with as many elements as the matrix, in any shape, overwritten. None writes nothing.
     """
-    # Up to so many columns, outer products one by one are as fast as a matrix product in double precision.
+    # Up to this many columns, outer products one by one are as fast as a matrix product in double precision.
     few = len(p) <= lowrank.FEW or into.dtype == torch.float64
     if few:
         wide = torch.promote_types(into.dtype, torch.float32)
@@ -98,7 +98,7 @@ def _product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, *, few: bool)
 
 
 def _outer_products(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, room: torch.Tensor) -> None:
-    """Add them up, column after column; each is rounded by itself, as a fused multiply-add would not."""
+    """Add the outer products column by column. Each is rounded by itself, unlike with fused multiply-adds."""
     whole = into if into.dtype == p.dtype else torch.empty_like(room)
     torch.mul(p[0, :, None], q[0], out=whole)
     for left, right in zip(p[1:], q[1:], strict=True):
@@ -108,7 +108,7 @@ def _outer_products(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, room: 
 
 
 def _room(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return scratch space, lent until the next call in this thread: fresh memory is slow to come by."""
+    """Return scratch space, valid until the next call in this thread. Allocation would be slow."""
     size = rows * columns
     if type(like) is not torch.Tensor:  # a fake one must not be kept
         return like.new_empty((rows, columns))
@@ -122,7 +122,7 @@ _lent = threading.local()
 
 
 def _bits(terms: int) -> int:
-    """Return how many bits two factors may have, for sums of so many products to be exact in float64."""
+    """Return how many bits two factors may have, so that sums of `terms` products are exact in float64."""
     return (_MANTISSA - (terms - 1).bit_length()) // 2
 
 
@@ -133,9 +133,9 @@ def _power_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _slices(x: torch.Tensor, power: torch.Tensor | float, bits: int, count: int) -> list[torch.Tensor]:
-    """Return so many tensors that add up to `x`, but for what is beyond the last one's bits; `x` is used up.
+    """Return `count` slices that add up to `x`, except for bits beyond the last one. `x` is overwritten.
 
-    Each has so many bits, the first one from twice `power` down: no number of `x` may be larger.
+    Each slice has `bits` bits. The first begins at twice `power`, which no number of `x` may exceed.
     """
     slices = []
     for number in range(1, count + 1):
@@ -148,7 +148,7 @@ def _slices(x: torch.Tensor, power: torch.Tensor | float, bits: int, count: int)
 
 
 def _exact_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the product of two sums of slices: each pair's is exact, and their sum is elementwise."""
+    """Return the product of two sums of slices. The product of each pair is exact, their sum elementwise."""
     first, *others = [one @ other for one in left for other in right]
     for other in others:
         first = first + other
@@ -156,19 +156,19 @@ def _exact_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) 
 
 
 def _weights(grams: Sequence[torch.Tensor], bits: int, count: int) -> list[list[torch.Tensor]]:
-    """Return the weights that make rows orthonormal, given the products of the rows; in slices.
+    """Return the weights that make rows orthonormal, given the rows' Gram matrices, as slices.
 
-    They fit slices of rows that have so many bits. All matrices take the way together, filled up with zeros:
-    they are small, and most of the time goes into calls.
+    The weights suit slices of rows with `bits` bits. All matrices are processed together, padded with zeros,
+    because they are small and most of the time is spent in calls.
     """
     most = max(gram.shape[-1] for gram in grams)
     filled = [functional.pad(gram, (0, most - gram.shape[-1]) * 2) for gram in grams]
     weights = _whitening(torch.cat(filled))
     slices = _slices(weights, _power_of(weights), _MANTISSA - bits - (most - 1).bit_length(), count)
-    apart = zip(*(one.split([len(gram) for gram in grams]) for one in slices), strict=True)
+    by_gram = zip(*(one.split([len(gram) for gram in grams]) for one in slices), strict=True)
     return [
         [one[:, : gram.shape[-1], : gram.shape[-1]] for one in own]
-        for own, gram in zip(apart, grams, strict=True)
+        for own, gram in zip(by_gram, grams, strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from thinwire.programs.program import Program, require_program
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A condition on the count of a parameter's numbers, for use in a rule in place of a pattern.
+    """A condition on the number of a parameter's elements, for use in a rule in place of a pattern.
 
     Args:
         below: Fits parameters with fewer numbers than this. None sets no limit.
@@ -36,7 +36,7 @@ class Size:
     def __post_init__(self) -> None:
         limits = [one for one in (self.below, self.at_least) if one is not None]
         if not any(limits) or not all(isinstance(one, int) and one >= 0 for one in limits):
-            raise OptionError(f"{self!r}: give below=, at_least= or both, as whole numbers such as 4096")
+            raise OptionError(f"{self!r}: pass below=, at_least= or both, as whole numbers such as 4096")
 
     def __str__(self) -> str:
         low = f"at least {self.at_least}" if self.at_least else ""
@@ -61,7 +61,7 @@ In a pattern `*` matches anything and `?` one character.
 
 
 def checked_rules(rules: object) -> tuple[tuple[Selector, Program], ...]:
-    """Return the rules as a tuple. Raise OptionError where they are not pairs of selector and program."""
+    """Return the rules as a tuple. Raise OptionError unless they are pairs of a selector and a program."""
     pairs = isinstance(rules, list | tuple) and all(
         isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str | Size | Vectors)
         for rule in rules
@@ -87,7 +87,7 @@ def fits(selector: Selector, name: str, shape: Sequence[int]) -> bool:
 
 
 def rule_of(rules: Rules, name: str, shape: Sequence[int]) -> int:
-    """Return the index of the first rule that fits, or the count of rules where none does."""
+    """Return the index of the first rule that fits, or the number of rules if none does."""
     fitting = (number for number, (selector, _) in enumerate(rules) if fits(selector, name, shape))
     return next(fitting, len(rules))
 
@@ -118,11 +118,12 @@ class Choice:
 def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, Choice]:
     """Return each parameter's program and the reason for it.
 
-    The first rule that fits decides. Without one, vectors are exact if `program` spares them, and all other
-    parameters use `program`. Equal programs become one object, so that their parameters share buckets.
+    The first rule that fits decides. If none does, vectors are exact if `program` spares them (see
+    `spares_vectors`), and all other parameters use `program`. Equal programs become one object, so that their
+    parameters share buckets.
 
     Args:
-        rules: Rules, the first that fits decides.
+        rules: Rules, in order of precedence.
         program: Program of parameters that no rule fits.
         shapes: Shapes of the parameters by name.
 
@@ -152,9 +153,9 @@ def exceptions_of(rules: Rules, program: Program, shapes: Mapping[str, Sequence[
 
 
 def spares_vectors(program: object) -> bool:
-    """Return whether vectors are averaged exactly beside a program, because it is lossy and they are small.
+    """Return whether vectors are averaged exactly, because the program is lossy and vectors are small.
 
-    A program declares it by an attribute `spares_vectors`. A wrapper without one has that of its `program`.
+    A program declares it with an attribute `spares_vectors`. A wrapper inherits that of its `program`.
     """
     own = getattr(program, "spares_vectors", None)
     if own is not None:

@@ -14,8 +14,9 @@ from thinwire.programs.twoshot import TwoShot
 class SparseMean(Gathered):
     """The mean by `Gathered` on two ranks and by `TwoShot` on more, so that bytes do not grow with the ranks.
 
-    A rank sends W-1 encodings with `Gathered`, and 2 (W-1)/W with `TwoShot`: as many on two ranks, half as
-    many on four, a quarter on eight. `Gathered` encodes once, so it is more accurate where it sends no more.
+    A rank sends W-1 encodings with `Gathered`, and 2 (W-1)/W with `TwoShot`. That is as many on two ranks,
+    half as many on four, and a quarter on eight. `Gathered` encodes once, so it is more accurate where it
+    sends no more bytes.
 
     Args:
         codec: Any codec, best a sparse one.

@@ -27,15 +27,15 @@ class TwoShot(Written):
         every rank receives the means of all chunks            all-gather
 
     A chunk is made of slices of parameters. Each parameter has its own blocks of numbers that share a scale,
-    so the encoding of one parameter does not depend on its neighbours. Parameters that must be exact travel
-    in the same two collectives as they are.
+    so the encoding of one parameter does not depend on its neighbours. Parameters that must be exact are sent
+    uncompressed in the same two collectives.
 
     A rank's own chunk is not encoded before the mean. All ranks decode the same bytes, so replicas stay
     identical with any codec. A sum over ranks beyond float32's range is an overflow.
 
-    The outcome's error covers both encodings. For the chunks of other ranks it is the error of what this rank
-    sent. For its own chunk it is W times the error of the encoded mean, because error feedback on one rank
-    has a weight of 1/W in the next mean.
+    The outcome's error covers both encodings. For the chunks of other ranks it is the error of this rank's
+    encodings. For its own chunk it is W times the error of the encoded mean, because error feedback on one
+    rank has a weight of 1/W in the next mean.
 
     Args:
         codec: Any codec.
@@ -98,7 +98,14 @@ class TwoShot(Written):
         return numbers.outcome(flags)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
-        """Yield the collectives of a bucket without encoding anything, for planning with many ranks."""
+        """Yield the collectives of a bucket without encoding anything, for planning with many ranks.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Yields:
+            The collectives, in order.
+        """
         coder = coders_of(self.codec, bucket)[0]
         wire = _Rows(bucket, Division.of(bucket, coder.block), coder)
         yield AllToAll(wire.empty(bucket.world_size))
@@ -118,7 +125,7 @@ class _Rows:
         self._nbytes = max(layout.nbytes for layout in self._layouts)
 
     def empty(self, count: int) -> torch.Tensor:
-        """Return `count` uninitialised rows. What padding they contain is sent and never read."""
+        """Return `count` uninitialised rows. Their padding is sent but never read."""
         device = self._layouts[0].device
         return torch.empty(count, self._nbytes, dtype=torch.uint8, device=device)
 
@@ -129,10 +136,10 @@ class _Rows:
 
 
 class _Numbers:
-    """A bucket's gradients and residuals by chunk, and where errors and means are written.
+    """A bucket's gradients and residuals by chunk, and the destinations of errors and means.
 
-    With `bucket.residuals`, new residuals go there and means to the bucket's buffer. Where errors are tracked
-    without them, errors replace the gradients, and means need a buffer of their own.
+    With `bucket.residuals`, new residuals are written there and means to the bucket's buffer. If errors are
+    tracked without residuals, errors replace the gradients, and means need a separate buffer.
     """
 
     def __init__(self, bucket: Bucket, division: Division) -> None:
@@ -152,7 +159,7 @@ class _Numbers:
         return Given(values, _present(residuals.old, share), residuals.keep)
 
     def errors(self, place: int) -> Tensors | None:
-        """Return where the errors of a chunk are written, or None where they are not needed."""
+        """Return the tensors for a chunk's errors, or None if they are not needed."""
         share, residuals = self._division.coded[place], self._bucket.residuals
         if residuals is not None:
             return _present(residuals.new, share)
@@ -163,7 +170,7 @@ class _Numbers:
         return in_pieces(self._values, self._division.exact[place])
 
     def for_means(self) -> Tensors:
-        """Return where the means are written, by parameter."""
+        """Return the tensors for the means, by parameter."""
         if self._tracked:
             for place in range(len(self._division.exact)):
                 for piece in self.exact(place):
@@ -171,7 +178,7 @@ class _Numbers:
         return list(numbers_of(self._mean).split(self._lengths))
 
     def outcome(self, flags: list[torch.Tensor | None]) -> Outcome:
-        """Return the outcome, with its finiteness if the flags of all parts tell."""
+        """Return the outcome, with its finiteness if all parts have a flag."""
         error = self._bucket.buffer if self._tracked else None
         known = [flag for flag in flags if flag is not None]
         # A mean that is finite in float32 may not be so in half precision.

@@ -41,7 +41,7 @@ class Warmup(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others, as the warm-up does all."""
+        """True if the program averages some parameters exactly, also after the warm-up."""
         return carries_exact(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:

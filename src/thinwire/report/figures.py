@@ -61,7 +61,7 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) 
 
 
 def step_breakdown(cell: Cell) -> Figure:
-    """Draw the parts of each contestant's step time, and the floors for the bytes that it sends."""
+    """Draw the components of each contestant's step time, and the floors for the bytes that it sends."""
     shown = [row for row in rows(cell) if row.step is not None][::-1]
     parts = (
         ("computing", "#009e73", [row.compute or 0.0 for row in shown]),

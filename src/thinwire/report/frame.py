@@ -1,4 +1,4 @@
-"""The parts that all pages share: a frame that needs no network access, plots, tables and facts.
+"""The components that all pages share: a frame that needs no network access, plots, tables and facts.
 
 A plot is a plain description in plotly's format, with data and layout. A script in the frame draws it.
 """
@@ -69,7 +69,7 @@ def table(columns: Iterable[str], body: str) -> str:
     """Return the HTML of a table that scrolls separately from the page.
 
     Args:
-        columns: The headings of all columns but the first, which holds the rows' names.
+        columns: The headings of all columns except the first, which holds the rows' names.
         body: The rows as HTML.
     """
     head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in ("", *columns))

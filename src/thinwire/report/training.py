@@ -5,7 +5,16 @@ from html import escape
 from thinwire.report.frame import cells, frame, plot, table
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import Summary, summarise
-from thinwire.report.training_words import COLUMNS, LEGEND, notes, parameter_rows, told, trust, whose, worth
+from thinwire.report.training_words import (
+    COLUMNS,
+    LEGEND,
+    event_text,
+    notes,
+    parameter_rows,
+    trust,
+    whose,
+    worth,
+)
 from thinwire.telemetry.log import Log
 
 
@@ -29,7 +38,7 @@ def render(log: Log, name: str) -> str:
 
 def _headline(log: Log, summary: Summary) -> list[str]:
     sound = summary.audits and not summary.events
-    acts = "".join(f"<li>{escape(told(event))}</li>" for event in summary.events)
+    acts = "".join(f"<li>{escape(event_text(event))}</li>" for event in summary.events)
     boxes = [
         f"<div class='advice'><b>Was it worth it?</b> {escape(worth(summary))}</div>",
         f"<div class='advice{'' if sound else ' heed'}'><b>Can it be trusted?</b> {escape(trust(summary))}"

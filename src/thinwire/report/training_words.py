@@ -68,7 +68,7 @@ def trust(summary: Summary) -> str:
     return f"{text} Worst of all: {number(worst.worst_error)} of {worst.worst} at step {worst.step:,}."
 
 
-def told(event: Event) -> str:
+def event_text(event: Event) -> str:
     """Return a text about an event: the action, its steps and its cause."""
     first, last, worst = event.audits[0], event.audits[-1], event.worst
     if first is last:

@@ -1,4 +1,4 @@
-"""The interface between strategies and what they work on: a model, and the reducer of its gradients.
+"""The interface between strategies and the model that they work on, with the reducer of its gradients.
 
 DDP models (`ddp/`), modules that each rank trains on its own (`replicas/`) and FSDP2 models (`fsdp/`)
 implement it.
@@ -33,7 +33,7 @@ class AttachedModel(SteppedModel, Protocol):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether programs can average gradients in backward."""
+        """True if programs can average gradients in backward."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -41,7 +41,7 @@ class AttachedModel(SteppedModel, Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether ranks may run out of inputs now (torch's Join)."""
+        """True inside torch's Join context, where ranks may run out of inputs."""
 
     def module(self, what: str = "this call") -> torch.nn.Module:
         """Return the user's module; raise AttachError, naming the call `what`, if it is gone."""
@@ -59,7 +59,7 @@ class AttachedModel(SteppedModel, Protocol):
         """Return the buffers by name."""
 
     def local_state(self, with_buffers: bool = False) -> set[str]:
-        """Return the names in the module's state_dict of what differs from rank to rank."""
+        """Return the names of state_dict entries that differ from rank to rank."""
 
     def on_forward(self, hook: Callable[[], None]) -> Any:
         """Call `hook` at the start of every forward with gradients enabled; return a handle to remove it."""
@@ -72,7 +72,7 @@ class AttachedModel(SteppedModel, Protocol):
 
 
 class AttachedReducer(Protocol):
-    """What strategies use to exchange: an engine on a process group, steps, and the attached model."""
+    """The strategies' access to an engine on a process group, to steps and to the attached model."""
 
     communicator: GroupCommunicator
     engine: Engine
@@ -84,7 +84,7 @@ class AttachedReducer(Protocol):
         """The attached model."""
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Return whether means are finite on all ranks, given whether they are on those of `communicator`."""
+        """Return whether means are finite on all ranks, given the flag of the ranks of `communicator`."""
 
     def settled(self, committed: bool) -> None:
         """React to a settled backward pass."""

@@ -23,7 +23,7 @@ class Gradients(Configuration):
         return self.program
 
     def validate(self, target: Target) -> None:
-        """Raise OptionError if the program is not one, or does not fit the model."""
+        """Raise OptionError if it is not a program, or does not fit the model."""
         require_program(self.program)
         if not target.model.reduces_gradients:
             require_ddp(target.model, short(self.program))

@@ -1,7 +1,7 @@
 """Loading of saved states.
 
 All ranks validate a wire's state first, then all of them apply it, or none does. States that users load into
-their optimizers are checked for parts that ZeRO has saved.
+their optimizers are checked for parts that ZeRO saved.
 """
 
 from typing import Any
@@ -60,10 +60,10 @@ def load_state(runner: Runner, state: Any, *, keep_buckets: bool) -> None:
 
 
 def check_loaded_states(runner: Runner) -> list[Any]:
-    """Check the states that are loaded into the wire's optimizers from now on, and return the hooks' handles.
+    """Check every state that is loaded into the wire's optimizers, and return the hooks' handles.
 
-    The state_dict of a rank's optimizer under ZeRO is a part of the whole. Loaded by an optimizer that steps
-    other parameters too, it would start their moments from zero.
+    The state_dict of a rank's optimizer under ZeRO is a part of the whole. An optimizer that steps other
+    parameters too would start their moments from zero.
     """
 
     def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -81,5 +81,5 @@ def check_loaded_states(runner: Runner) -> list[Any]:
 
     optimizers = runner.context.optimizers()
     for one in optimizers:
-        forget_owned(one.param_groups)  # `attach` has checked what was loaded before
+        forget_owned(one.param_groups)  # `attach` has checked earlier loads
     return [one.register_load_state_dict_pre_hook(load) for one in optimizers]

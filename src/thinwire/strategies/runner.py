@@ -65,7 +65,7 @@ class Runner:
         """Whether `begin_step` must run with the next step's first bucket."""
         self._findings: Findings | None = None
         self._gathered: torch.futures.Future[torch.Tensor] | None = None
-        """All ranks' fingerprints, to be compared when the step's backward is over."""
+        """All ranks' fingerprints, to be compared after the step's backward."""
         self._forwards: Any = None
 
     def start(self) -> None:
@@ -74,10 +74,10 @@ class Runner:
         self._start_strategy()
 
     def _start_strategy(self) -> None:
-        """Start the strategy, and follow the schedule behind it.
+        """Start the strategy, and register the schedule's hook after the strategy's own.
 
-        A forward ends a training step that the loop has left out, by the strategy's own hook. The schedule's
-        must run after that one: otherwise a rank that skipped a step would be one stage behind the others.
+        The strategy's own forward hook ends a training step that the loop skipped. The schedule's hook must
+        run after it. Otherwise a rank that skipped a step would be one stage behind the others.
         """
         self.strategy.start()
         if self._forwards is not None:
@@ -97,7 +97,7 @@ class Runner:
         """Choose the step's programs, and compare the replicas if a comparison is due."""
         if not self.strategy.supports_join and not in_backward():
             raise UnavailableError(
-                f"a rank has run out of inputs (Join), and {self.config!r} cannot go on without it: give"
+                f"a rank has run out of inputs (Join), and {self.config!r} cannot continue without it: give"
                 " every rank the same number of batches"
             )
         self.strategy.begin_step()
@@ -117,7 +117,7 @@ class Runner:
 
     @property
     def counts_backwards(self) -> bool:
-        """Whether every committed backward is a step."""
+        """True if each committed backward counts as a step."""
         return self.strategy.counts_backwards
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Runner:
     def _follow_schedule(self) -> None:
         if not self.plan.scheduled or self.steps.is_open:
             return
-        self.plan.refuse_join(self.context.model.joins, self.steps.count)
+        self.plan.check_join(self.context.model.joins, self.steps.count)
         due = self.plan.at(self.steps.count)
         if not same_program(due, self.config):
             with at_work():
@@ -229,7 +229,7 @@ class Runner:
         """Settle the latest step.
 
         A signal handler may have interrupted thinwire's own work on this thread. It would then wait for a
-        step that cannot end before the handler does, or see a change half made.
+        step that cannot end before the handler does, or see an incomplete change.
 
         Args:
             what: The caller's name, for the error message.

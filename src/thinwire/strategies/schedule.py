@@ -19,13 +19,13 @@ Stage: TypeAlias = Program | Configuration
 class Schedule(Written):
     """Programs and configurations by the step from which each one runs.
 
-    Give it to `attach` in place of a program. The wire swaps by itself, as `wire.swap` does, in the same
-    step's forward on all ranks. For that reason torch's `Join` is not available until the last stage has
+    Pass it to `attach` in place of a program. The wire swaps by itself, as `wire.swap` does, in the forward
+    of the same step on all ranks. For that reason torch's `Join` is not available until the last stage has
     begun.
 
     A step is a backward pass that communicates, so micro-batches belong under `no_sync`. While models are
     averaged, a step ends with the optimizer's step. Steps that overflowed do not count. After a checkpoint is
-    loaded, the wire continues with the stage that it ran when it was saved.
+    loaded, the wire continues with the stage that was running at the save.
 
     Args:
         stages: The program or configuration of each stage, by its first step. One must begin at step 0.
@@ -53,19 +53,26 @@ class Schedule(Written):
             if not config.swappable:
                 raise OptionError(f"{config!r} cannot be a stage: {config.fixed_because}")
             if not config.schedulable:
-                raise OptionError(f"{config!r} cannot be a stage: it chooses what runs by itself")
+                raise OptionError(f"{config!r} cannot be a stage: it chooses its program by itself")
         for step, stage in self.stages.items():
             if not isinstance(stage, Configuration):
                 require_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
     def at(self, step: int) -> Stage:
-        """Return the stage that runs in a step, as it was given."""
+        """Return the stage that runs in a step, as the user wrote it.
+
+        Args:
+            step: A training step.
+
+        Returns:
+            A program or configuration.
+        """
         return self.stages[max(first for first in self.stages if first <= step)]
 
 
 class Plan:
-    """The configurations that a wire runs by step, from a schedule or from a single one."""
+    """The configurations that a wire runs by step, from a schedule or a single configuration."""
 
     def __init__(self, given: Stage | Schedule) -> None:
         stages = given.stages if isinstance(given, Schedule) else {0: given}
@@ -74,7 +81,7 @@ class Plan:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the user gave a `Schedule`."""
+        """True if the user passed a `Schedule`."""
         return isinstance(self.given, Schedule)
 
     @property
@@ -86,7 +93,7 @@ class Plan:
         """Return the configuration that runs in a step."""
         return self._stages[max(first for first in self._stages if first <= step)]
 
-    def refuse_join(self, joins: bool, step: int) -> None:
+    def check_join(self, joins: bool, step: int) -> None:
         """Raise UnavailableError if a later stage would begin inside torch's `Join`.
 
         A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so
@@ -118,9 +125,9 @@ class Plan:
 
 
 def _earlier(config: Configuration) -> list[str]:
-    """Return the descriptions under which earlier versions saved what a configuration continues from.
+    """Return the descriptions under which earlier versions saved a configuration's state.
 
-    Its own options may have changed, and so may programs within it.
+    Its own options may have changed, and so may its programs.
     """
     own = config.earlier_descriptions()
     return [*own, *(described_before(text, config) for text in (describe(config), *own))]

@@ -1,7 +1,7 @@
 """The protocol behind `attach`, which binds a configuration to a model to get a running strategy.
 
     configuration   frozen and comparable, written by the user: `DiLoCo(period=32)`, `ZeRO()`
-    strategy        that configuration at work on one model, with all mutable state
+    strategy        that configuration running on one model, with all mutable state
 
 A gradient program needs no configuration class. Anything else derives from `Configuration` and returns the
 `Strategy` that runs it from `bind`. A strategy of your own needs no change of thinwire:
@@ -41,26 +41,21 @@ if TYPE_CHECKING:
 
 
 class Configuration(Written):
-    """Base class of what `attach` accepts besides gradient programs. Subclasses are frozen dataclasses."""
+    """Base class of configurations, which `attach` accepts. Subclasses are frozen dataclasses."""
 
     swappable: ClassVar[bool] = True
     """Whether `swap` or a `Schedule` can replace it, or put it in place of another one, on the same model."""
-
     fixed_because: ClassVar[str] = (
         "it begins and ends with its DDP model: wrap the module in a new DistributedDataParallel, and attach"
         " the other one to that"
     )
-    """Why `swappable` is False, and what to do instead. Errors show it after the configuration."""
-
+    """The reason why `swappable` is False, and the alternative. Errors show it after the configuration."""
     schedulable: ClassVar[bool] = True
     """Whether it can be a stage of a `Schedule`. One that changes itself while it runs cannot."""
-
     optimizer_state_differs: ClassVar[bool] = False
     """Whether optimizer states differ between ranks, so that a checkpoint needs each rank's own."""
-
     trains_locally: ClassVar[bool] = False
     """Whether ranks can train without exchanging gradients, so that no DDP model is needed."""
-
     exchanges_parameters: ClassVar[bool] = False
     """Whether ranks exchange parameters, so that they must agree on which of them are frozen."""
 
@@ -75,7 +70,7 @@ class Configuration(Written):
         """
 
     def stepped_here(self, target: "Target") -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that this rank's optimizer steps, so that it needs their state, by name.
+        """Return the parameters that this rank's optimizer steps, and whose state it needs, by name.
 
         Args:
             target: The model and the options given to `attach`.
@@ -94,7 +89,7 @@ class Configuration(Written):
         raise OptionError(f"{self!r} has no strategy: give its class a method bind(context) that returns one")
 
     def variants(self) -> Sequence["Configuration"]:
-        """Return the configurations that this one may become while it runs, itself among them.
+        """Return the configurations that this one may become while it runs, including itself.
 
         A saved state of any of them can be loaded.
         """
@@ -110,13 +105,16 @@ class Configuration(Written):
         Args:
             program: The program to use instead, such as the fallback of an audit.
 
+        Returns:
+            A new configuration.
+
         Raises:
             OptionError: The configuration has no exchangeable program for gradients.
         """
         raise OptionError(f"on_excess={program!r} cannot take over from {self!r}: use 'warn' or 'raise'")
 
     def earlier_descriptions(self) -> Sequence[str]:
-        """Return the descriptions under which earlier versions saved states that this one continues from."""
+        """Return the descriptions under which earlier versions saved states that this one can load."""
         return ()
 
     def model_program(self) -> Program | None:
@@ -124,7 +122,11 @@ class Configuration(Written):
         return None
 
     def with_model_program(self, program: Program) -> "Configuration":
-        """Return the same configuration with another program for exchanged models."""
+        """Return the same configuration with another program for exchanged models.
+
+        Args:
+            program: The program to use instead, such as the fallback of an audit.
+        """
         return self
 
 
@@ -149,7 +151,7 @@ class Target:
         return {name: one.shape for name, one in self.model.parameters().items() if one.requires_grad}
 
     def check_states(self, config: Configuration) -> None:
-        """Raise StateError if an optimizer was loaded with a part of its state that misses what it steps."""
+        """Raise StateError if an optimizer was loaded with a part of its state that is not this rank's."""
         for one in self.optimizers:
             state = {"state": one.state, "param_groups": one.param_groups}
             check_owned(state, one.param_groups, config.stepped_here(self))
@@ -162,7 +164,7 @@ class Context:
     Attributes:
         reducer: The model's reducer, with its engine, communicator, steps and model.
         memory: The tensors that programs keep between steps, by parameter name.
-        rules: The rules by which some parameters use other programs.
+        rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges.
         check_every: Steps between two comparisons of replicas, or 0 for none.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
@@ -178,7 +180,7 @@ class Context:
     scaler: ScalerOption
 
     def target(self) -> Target:
-        """Return what a configuration is validated against."""
+        """Return the target that a configuration is validated against."""
         return Target(self.model, self.optimizers(), bool(self.auditor.every), self.scaler)
 
     @property
@@ -192,7 +194,7 @@ class Context:
 
 
 class Strategy:
-    """A configuration at work on one model. Override the methods that differ from plain gradient averaging.
+    """A configuration running on one model. Override the methods that differ from plain gradient averaging.
 
     One step makes these calls, in this order: `begin_step` with its first bucket, `wrap` for each program,
     then `agree_finite` and `end_backward` after backward.
@@ -203,7 +205,7 @@ class Strategy:
     """
 
     counts_backwards: ClassVar[bool] = True
-    """Whether every committed backward is a training step. If not, call `context.reducer.steps.advance`."""
+    """Whether every committed backward is a training step. If False, call `context.reducer.steps.advance`."""
     supports_join: ClassVar[bool] = True
     """Whether the other ranks can continue when one has run out of inputs (Join)."""
 
@@ -211,9 +213,9 @@ class Strategy:
     """Whether `begin_step`, `wrap` or `exceptions` may differ from step to step."""
 
     missing: str | None = None
-    """Why the loaded optimizer state cannot be stepped with, if it is another rank's shard."""
+    """The reason why the optimizer cannot step, if another rank's shard of its state was loaded."""
     awaits_optimizers: bool = False
-    """Whether each rank's own optimizer state is loaded after one of rank 0, as by `GatheredState`."""
+    """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
 
     def __init__(self, config: Any, context: Context) -> None:
         self.config = config
@@ -223,10 +225,14 @@ class Strategy:
         """Call it to switch to a changed configuration of the same class. The wire records the change."""
 
     def start(self) -> None:
-        """Register hooks and start. Called when no other strategy runs on the model any more."""
+        """Register hooks and start. Called when no other strategy runs on the model."""
 
     def reconfigure(self, config: Any) -> None:
-        """Switch to a changed configuration of the same class, as an audit decides."""
+        """Switch to a changed configuration, as an audit decides.
+
+        Args:
+            config: A configuration of the same class.
+        """
         self.config = config
         self._exceptions = None
 
@@ -250,7 +256,7 @@ class Strategy:
     def exceptions(self) -> Mapping[str, Program]:
         """Return the parameters that use another program in this step, with that program.
 
-        By default those that `rules` give to `attach`, and 1-D tensors of lossy programs.
+        By default these are the parameters that `rules` select, and 1-D tensors of lossy programs.
         """
         if self._exceptions is None:
             self._exceptions = self.context.exceptions(self.config.gradient_program())
@@ -258,12 +264,12 @@ class Strategy:
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same model now. If not, checkpoints hold each rank's own model."""
+        """True while all ranks hold the same model. If False, checkpoints contain each rank's own model."""
         return True
 
     @property
     def saves_model(self) -> bool:
-        """Whether `state_dict` has this rank's parameters and buffers, so that a checkpoint needs no others.
+        """True while `state_dict` contains this rank's model, so that a checkpoint needs no other copy.
 
         If False, `save_checkpoint` saves each rank's model while `replicas_equal` is False.
         """
@@ -273,7 +279,7 @@ class Strategy:
         """Return whether the step's means are finite on all ranks.
 
         Override it with a collective if each rank sees only some of the means. Do not read the flag on the
-        host: the step reads the result, once.
+        host, because the step reads the result once.
 
         Args:
             finite: Whether the means that this rank has seen are finite, as a scalar bool tensor.
@@ -291,10 +297,10 @@ class Strategy:
         """
 
     def end_open_step(self) -> None:
-        """End a step whose optimizer step the training loop has left out, as the next forward would."""
+        """End a step whose optimizer step the training loop skipped, as the next forward would."""
 
     def explain(self) -> str:
-        """Return what `wire.explain()` shows above its table, such as the reason of a choice."""
+        """Return text that `wire.explain()` shows above its table, such as the reason for a choice."""
         return ""
 
     def finalize(self) -> None:
@@ -312,12 +318,12 @@ class Strategy:
         return {}
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge all ranks' entries into those that every rank continues with, on another number of ranks.
+        """Merge all ranks' entries into one, which every rank of a job with another number of ranks loads.
 
         Override it if entries differ between ranks.
 
         Args:
-            entries: What `state_dict` returned on each rank that saved, by rank.
+            entries: The result of `state_dict` on each rank that saved, by rank.
 
         Returns:
             Entries for `prepare`.
@@ -349,7 +355,11 @@ class Strategy:
         return lambda: None
 
     def position(self, state: Mapping[str, Any]) -> str:
-        """Describe the point at which a state was saved, which must be equal on all ranks."""
+        """Describe the point at which a state was saved, which must be equal on all ranks.
+
+        Args:
+            state: The wire's state of this rank.
+        """
         return ""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -368,6 +378,9 @@ class Strategy:
 
     def consolidate_optimizer_state(self, to: int) -> dict[str, Any] | None:
         """Return the whole optimizer state on rank `to`, and None on the others. Collective.
+
+        Args:
+            to: The rank that receives the state.
 
         Raises:
             AttachError: The optimizer state is not sharded, so every rank has all of it.

@@ -175,7 +175,7 @@ class Log:
             raise StateError(f"{path}, line {number}: {error}") from error
         except _WRONG as error:
             raise StateError(
-                f"{path}, line {number} is not a row of telemetry ({error!r}): give a file that only"
+                f"{path}, line {number} is not a row of telemetry ({error!r}): pass a file that only"
                 " telemetry.JsonLines writes"
             ) from error
 

@@ -15,7 +15,7 @@ from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import OptionError, UnavailableError
 
 Row = dict[str, Any]
-"""A step's figures by name. Values are numbers, or None if not known. `purpose` names what was exchanged.
+"""A step's figures by name. Values are numbers, or None if not known. `purpose` is what was exchanged.
 
 `rank` is the rank in the job that measured them, `world_size` the number of ranks that exchange.
 In rows of gradients, `overflowed` is true if the step was skipped. Audits have the purpose `"audit"`.
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Checked(Protocol):
-    """A sink that can tell before the first row whether it can write."""
+    """A sink that can check before the first row whether it can write."""
 
     def check_writable(self) -> None:
         """Raise OptionError if rows cannot be written. Called on ranks that write."""
@@ -90,8 +90,8 @@ class JsonLines:
     """A sink that appends one JSON object per line to a file. The file is complete after every step.
 
     Args:
-        path: The file of rank 0. Other ranks, if they write, use files beside it. For `steps.jsonl`, rank 1
-            writes `steps-rank1.jsonl`. The folder must exist on the hosts of the ranks that write.
+        path: The file of rank 0. Other ranks, if they write, use files in the same folder. For `steps.jsonl`,
+            rank 1 writes `steps-rank1.jsonl`. The folder must exist on the hosts of the ranks that write.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -180,7 +180,7 @@ class WandB:
         self._run = run
 
     def write(self, row: Row) -> None:
-        """Log the values of one step. The step is a value too, as W&B's own step count is yours to use."""
+        """Log the values of one step, with the step as a value, as W&B's own count belongs to the user."""
         if self._run is None and self._wandb is not None:
             self._run = self._wandb.run or self._wandb.init()
         place = {"thinwire/step": row["step"], "thinwire/rank": _rank(row)}

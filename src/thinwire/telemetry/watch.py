@@ -30,8 +30,8 @@ def watch(ddp: nn.Module, wire: Wire, *sinks: Sink, ranks: Ranks = "rank0") -> "
     every rank. By default only the first rank of the model's process group writes, and sinks of the other
     ranks open no file. Call `close()`, or use the result as a context manager, to send the last step.
 
-    Rows carry the rank in the whole job, and sinks separate ranks by it. If several groups train in one job,
-    as with tensor parallelism, the first rank of each group writes, each to its own file.
+    Rows contain the rank in the whole job, and sinks separate ranks by it. If several groups train in one
+    job, as with tensor parallelism, the first rank of each group writes, each to its own file.
 
     Args:
         ddp: The model that the wire belongs to.
@@ -120,6 +120,12 @@ def as_row(record: StepRecord) -> Row:
     """Convert a step to plain values.
 
     Times are None on accelerators, where measuring them would need a synchronisation.
+
+    Args:
+        record: A record of `wire.stats()`.
+
+    Returns:
+        The figures by name.
     """
     by_kind: Mapping[str, Any] = {f"bytes/{kind}": count for kind, count in record.bytes_by_kind.items()}
     of_gradients: Mapping[str, Any] = {"overflowed": record.overflowed, "ddp_bytes": record.ddp_bytes}
@@ -137,7 +143,14 @@ def as_row(record: StepRecord) -> Row:
 
 
 def as_audit_row(audit: AuditRecord) -> Row:
-    """Convert an audit to plain values, with errors and residuals by parameter and the action taken."""
+    """Convert an audit to plain values, with errors and residuals by parameter and the action taken.
+
+    Args:
+        audit: A record of `wire.audits()`.
+
+    Returns:
+        The figures by name.
+    """
     return {
         "step": audit.step,
         "purpose": AUDIT,

@@ -1,4 +1,4 @@
-"""Tests that every codec and program of thinwire passes, for use on your own.
+"""Tests that every codec and program of thinwire passes, for your own codecs and programs.
 
     thinwire.testing.check_codec(MyCodec())
     thinwire.testing.check_program(MyProgram())

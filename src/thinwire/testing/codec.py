@@ -25,7 +25,7 @@ def check_codec(codec: Codec) -> None:
     - The dtypes and shapes of an encoding depend only on its length.
     - A non-finite input gives a non-finite output.
     - The encoding has the size that `wire_bits` declares.
-    - With error feedback, the mean of what is decoded approaches the input.
+    - With error feedback, the mean of the decoded numbers approaches the input.
     - Four simulated ranks receive the same mean, and nothing is lost between mean and errors.
 
     Args:
@@ -147,7 +147,7 @@ def _sums_where_it_says_so(codec: Codec) -> None:
 
 
 def _feedback_gets_everything_across(codec: Codec) -> None:
-    """Check that repeated sending with error feedback delivers all numbers, also the last ones."""
+    """Check that repeated sending with error feedback delivers all numbers, including the last ones."""
     for size in (1, 257, 1000):
         x, steps = _numbers(size), 600
         residual = torch.zeros(size)

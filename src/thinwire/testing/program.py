@@ -25,7 +25,7 @@ def check_program(
     - All ranks receive bit-identical means, at any magnitude of the gradients.
     - If gradients stay the same, the average of the means over steps is the exact mean.
     - If the program tracks errors, the received mean plus the mean of the errors is the exact mean.
-    - If the program carries exact parameters beside others (`carries_exact`), their means are exact.
+    - If the program carries exact parameters (`carries_exact`), their means are exact.
     - A non-finite number on one rank gives a non-finite mean on all ranks, and memories stay unchanged.
 
     Args:
@@ -35,7 +35,7 @@ def check_program(
         tolerance: The largest distance of that average from the exact mean, relative to it. None to skip
             this check, for programs that need error feedback and do not have it.
         loses: The largest difference between the exact mean and the sum of mean and errors, relative to the
-            exact mean. Sums in 16 bits are rounded where no rank can observe it.
+            exact mean. Sums in 16 bits are rounded during the collective, where no rank can observe it.
 
     Raises:
         AssertionError: The program breaks a rule. The message says which one.
@@ -98,7 +98,7 @@ def _lose_nothing(program: Program, count: int, loses: float) -> None:
 
 
 def _carry(program: Program, count: int) -> None:
-    """Check that the mean of the vectors is exact beside that of the matrix."""
+    """Check that the mean of the vectors is exact, and that of the matrix compressed."""
     ranks = SimulatedRanks(program, _SHAPES, count, exact=("bias", "scale"))
     start = math.prod(_SHAPES["weight"])
     for step in range(3):

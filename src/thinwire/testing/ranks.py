@@ -76,7 +76,14 @@ class SimulatedRanks:
         return outcomes
 
     def holds(self, outcome: Outcome) -> bool:
-        """Return whether a rank remembers a step with this outcome: where the mean is finite."""
+        """Return whether a rank commits a step with this outcome, which needs a finite mean.
+
+        Args:
+            outcome: The outcome of one rank.
+
+        Returns:
+            True if the rank's memory is committed.
+        """
         return bool(finite(outcome.mean) if outcome.finite is None else outcome.finite)
 
     def kept(self, rank: int, slot: str) -> torch.Tensor:
@@ -85,6 +92,9 @@ class SimulatedRanks:
         Args:
             rank: The rank.
             slot: The slot's name, such as `"residual"`.
+
+        Returns:
+            The tensors, one after another.
         """
         state = self.memories[rank].state_dict()
         return pack([state[name][slot] for name in self.shapes if slot in state.get(name, {})])

@@ -1,1 +1,1 @@
-"""Averaged models: when they are averaged, among which ranks, and by which program."""
+"""Averaged models: their periods, the ranks that average, and the program that they use."""

@@ -70,14 +70,14 @@ class Anchors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state. Call it on new anchors, as a state that does not fit may be half loaded."""
+        """Load a saved state. Call it on new anchors, as a state that does not fit may be partly loaded."""
         check_tensors("anchor", state["anchors"], self._anchors)
         self.move_to(state["anchors"])
         for outer, saved in zip(self._outers, state["outer"], strict=True):
             outer.load_state_dict(copied(saved))
 
     def rehearse(self) -> None:
-        """Step once on zero gradients, since only the outer optimizers can validate their state."""
+        """Step once on zero gradients, because only the outer optimizers can validate their state."""
         for number, names in enumerate(self.fragments):
             self.step(number, {name: torch.zeros_like(self[name]) for name in names})
         check_tensors("anchor", {name: self[name] for name in self._anchors}, self._anchors)

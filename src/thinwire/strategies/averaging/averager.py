@@ -1,4 +1,4 @@
-"""The strategy of averaged models. It wraps gradient programs, and starts and uses averages after steps."""
+"""The strategy of averaged models. It wraps gradient programs, and starts and applies averages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -94,21 +94,21 @@ class Averager(Strategy):
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up lasts, in which all gradients are exchanged and ranks hold the same model."""
+        """True during the warm-up, in which all gradients are exchanged and ranks hold the same model."""
         return self.step < self.config.warmup_steps
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same model now."""
+        """True while all ranks hold the same model."""
         return self.warm
 
     @property
     def saves_model(self) -> bool:
-        """Whether `state_dict` has this rank's parameters and buffers."""
+        """True while `state_dict` contains this rank's parameters and buffers."""
         return not self.warm
 
     def wrap(self, program: Program) -> Program:
-        """Return `program` in the warm-up, then one that runs it within groups or keeps gradients local."""
+        """Return `program` in the warm-up, then a program that averages within groups or not at all."""
         if self.warm:
             return program
         return Alone() if self.config.within is None else Within(program, self._peers.neighbours)
@@ -124,7 +124,7 @@ class Averager(Strategy):
             self._training_steps.backward()
 
     def end_open_step(self) -> None:
-        """End a step whose optimizer step the training loop has left out, as the next forward would."""
+        """End a step whose optimizer step the training loop skipped, as the next forward would."""
         if self._training_steps is not None:
             self._training_steps.cut_short()
 
@@ -133,7 +133,7 @@ class Averager(Strategy):
         self.begin()
 
     def finalize(self) -> None:
-        """Use the averages in flight, then set all models to their exact mean. Collective."""
+        """Apply the averages in flight, then set all models to their exact mean. Collective."""
         self.end_open_step()
         everyone = self._peers.everyone
         with quietly():
@@ -257,7 +257,7 @@ class Averager(Strategy):
         self._diverged = not self.warm
 
     def end(self) -> None:
-        """Count a step, use the averages that are due, and start new ones.
+        """Count a step, apply the averages that are due, and start new ones.
 
         A step that overflowed in the warm-up was skipped by all ranks, and does not count.
         """
@@ -295,7 +295,7 @@ class Averager(Strategy):
         ranks: tuple[int, ...],
         exceptions: Mapping[str, Program] = NO_EXCEPTIONS,
     ) -> ModelExchange:
-        """Start to average tensors. Programs see the number of whole-model exchanges as their step."""
+        """Start to average tensors. The programs' step is the number of whole-model exchanges."""
         window = self._used // len(self._fragments)
         point = Point(self.context.reducer.steps.count, fragment)
         return self._peers.exchange(point, tensors, program, memory, ranks, window, exceptions)

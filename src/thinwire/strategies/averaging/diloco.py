@@ -17,7 +17,7 @@ from thinwire.strategies.averaging.outer import NESTEROV, tuned_for
 from thinwire.strategies.averaging.policy import Average, Averaging, OuterLoop
 
 _BEFORE = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The default of version 0.1, under which its states name this configuration."""
+"""The default of version 0.1, as its saved states describe it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,8 +28,9 @@ class DiLoCo(Averaging):
         anchor          = outer(anchor, mean of all ranks' pseudo-gradients)
         parameters      = anchor
 
-    Any program can compute the mean. `program=Int4()` sends an eighth of the bytes, in addition to what the
-    period saves. Every rank keeps the anchor and the outer optimizer's state, one or two copies of the model.
+    Any program can compute the mean. `program=Int4()` sends an eighth of the bytes, in addition to the
+    savings of the period. Every rank keeps the anchor and the outer optimizer's state, one or two copies of
+    the model.
 
     Two options make it Streaming DiLoCo. With `fragments` the model is exchanged in parts, one after another,
     so that no step waits for all of it. With `overlap` an exchange runs during the next steps, and is then
@@ -40,14 +41,14 @@ class DiLoCo(Averaging):
     Args:
         period: Steps from one exchange of a parameter to the next, counted from the end of the warm-up.
         outer: A function that makes the outer optimizer from the anchors, such as a `torch.optim` class with
-            its options, `partial(torch.optim.SGD, lr=1)`. By default SGD with lr 0.8 and Nesterov momentum,
-            0.5 for up to 4 ranks and 1 - 1 / sqrt(W) for more: 0.65 for 8, 0.75 for 16. The papers use lr 0.7
-            and momentum 0.9, for trainings of many more exchanges.
+            its options, `partial(torch.optim.SGD, lr=1)`. The default is SGD with lr 0.8 and Nesterov
+            momentum. The momentum is 0.5 for up to 4 ranks and 1 - 1 / sqrt(W) for more, which is 0.65 for 8
+            and 0.75 for 16. The papers use lr 0.7 and momentum 0.9, for trainings of many more exchanges.
         program: The program that averages pseudo-gradients.
         fragments: The number of parts of about equal size that the model is split into.
-        overlap: Steps between the start of an exchange and its use, below `period`.
-        mixing: The share of this rank's own parameters that is kept at its use. Default: 0.5 with overlap,
-            else 0.
+        overlap: Steps between the start of an exchange and its application, below `period`.
+        mixing: The share of this rank's own parameters that is kept when an exchange is applied. Default: 0.5
+            with overlap, else 0.
         warmup_steps: Steps at the start in which all gradients are exchanged. This option and those below are
             common to all averaged models, and described in `Averaging`.
         within: Ranks whose gradients are averaged in every step after the warm-up.
@@ -80,8 +81,8 @@ class DiLoCo(Averaging):
         super().__post_init__()
         check_whole("period", self.period, 1, "steps from one exchange of a parameter to the next")
         require_program(self.program)
-        check_whole("fragments", self.fragments, 1, "parts into which the model is cut")
-        check_whole("overlap", self.overlap, 0, "steps between starting an exchange and using it")
+        check_whole("fragments", self.fragments, 1, "parts into which the model is split")
+        check_whole("overlap", self.overlap, 0, "steps between starting an exchange and applying it")
         if self.fragments > self.period:
             raise OptionError(
                 f"fragments={self.fragments} exceeds period={self.period}: each fragment is exchanged once in"
@@ -89,7 +90,7 @@ class DiLoCo(Averaging):
             )
         if self.overlap >= self.period:
             raise OptionError(
-                f"overlap={self.overlap} must be below period={self.period}: an exchange must have been used"
+                f"overlap={self.overlap} must be below period={self.period}: an exchange must be applied"
                 " before the fragment's next one starts"
             )
         mixing = (0.5 if self.overlap else 0.0) if self.mixing is None else self.mixing
@@ -150,6 +151,6 @@ def _check_outer(outer: Any) -> None:
         made, reason = None, f"{type(error).__name__}: {error}"
     if not isinstance(made, torch.optim.Optimizer):
         raise OptionError(
-            f"outer={outer!r} must make an optimizer from parameters ({reason}): give a class with its"
+            f"outer={outer!r} must make an optimizer from parameters ({reason}): pass a class with its"
             " options, as partial(torch.optim.SGD, lr=0.7)"
         )

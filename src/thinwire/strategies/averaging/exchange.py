@@ -15,12 +15,12 @@ from thinwire.programs.program import Bucket, Program, by_program, mean_of, outc
 from thinwire.strategies.averaging.points import Point, compare_points, gather_points
 
 _BUCKET_BYTES = 25 << 20
-"""DDP's default size. Buckets are small enough to overlap, and too large for latency to dominate."""
+"""DDP's default bucket size. Buckets are small enough to overlap, and too large for latency to dominate."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in an exchange, and this one's place among all ranks."""
+    """The ranks that take part in an exchange, and this rank's place among all ranks."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -125,8 +125,8 @@ def check_finite(means: Mapping[str, torch.Tensor], step: int) -> None:
     for name, mean in means.items():
         if not all_finite(mean):
             raise DivergedError(
-                f"after step {step} the ranks' average of {name!r} is not finite: a rank's model holds inf or"
-                " NaN; go back to the last checkpoint, and lower the learning rate or clip"
+                f"after step {step} the ranks' average of {name!r} is not finite: a rank's model contains inf"
+                " or NaN; load the last checkpoint, and lower the learning rate or clip gradients"
             )
 
 

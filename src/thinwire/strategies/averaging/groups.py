@@ -53,10 +53,10 @@ def check_groups(name: str, groups: Groups) -> Groups:
         if all(lists) and all(map(is_whole, members)) and sorted(members) == list(range(len(members))):
             return tuple(tuple(sorted(ranks)) for ranks in lists)
         raise OptionError(
-            f"{name}={groups!r} must hold every rank from 0 on in exactly one list: as in [[0, 1], [2]]"
+            f"{name}={groups!r} must contain every rank in exactly one list, as in [[0, 1], [2]]"
         )
     raise OptionError(
-        f"{name}={groups!r} does not describe groups of ranks: give a number of ranks, {NODE!r}, lists of"
+        f"{name}={groups!r} does not describe groups of ranks: pass a number of ranks, {NODE!r}, lists of"
         " ranks, or the process group that this rank is in"
     )
 
@@ -90,6 +90,6 @@ def _members_of_own(
         if rank not in ranks or any(groups[other] != ranks for other in ranks):
             raise MismatchError(
                 f"rank {rank} gave a process group of the ranks {ranks}, which is not what those ranks gave:"
-                f" {groups}. Each rank must give the group that it is in, as new_subgroups returns it"
+                f" {groups}. Each rank must pass the group that it is in, as new_subgroups returns it"
             )
     return tuple(own)

@@ -1,4 +1,4 @@
-"""Hierarchical averaging, often among neighbours and seldom among all ranks."""
+"""Hierarchical averaging, often among neighbours and rarely among all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Hierarchical(Averaging):
         object.__setattr__(self, "levels", checked)
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-        """Raise OptionError if a level has more ranks than the model, or the last one has not all of them."""
+        """Raise OptionError if a level has too many ranks, or the last level does not have all ranks."""
         super().check(shapes, world_size)
         for period, groups in self.levels.items():
             check_size(f"levels[{period}]", groups, world_size)
@@ -75,11 +75,11 @@ class Hierarchical(Averaging):
         if last is not None and last != world_size:
             raise OptionError(
                 f"the last level of {self.levels!r} is {last!r}: it must be all {world_size} ranks, or groups"
-                " would never be averaged with each other; give None"
+                " would never be averaged with each other; pass None"
             )
 
     def groups(self) -> Sequence[Groups]:
-        """Return the groups of all levels but the last, which is all ranks."""
+        """Return the groups of all levels except the last, which is all ranks."""
         return list(self.levels.values())[:-1]
 
     def due(self, step: int) -> Sequence[Average]:

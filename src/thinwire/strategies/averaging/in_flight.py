@@ -1,4 +1,4 @@
-"""Averages in flight, with their fragment and the step at which they are used."""
+"""Averages in flight, with their fragment and the step at which they are applied."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from thinwire.monitors.audit import Findings
 
 @dataclass(eq=False)
 class InFlight:
-    """An average that was started, to be used at step `due` of averaging."""
+    """An average that was started, to be applied at step `due` of averaging."""
 
     fragment: int
     due: int

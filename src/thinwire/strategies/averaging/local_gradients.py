@@ -27,7 +27,7 @@ class Within(Written):
 
     @property
     def carries_exact(self) -> bool:
-        """Whether the program averages some parameters exactly beside others."""
+        """True if the program averages some parameters exactly."""
         return carries_exact(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:

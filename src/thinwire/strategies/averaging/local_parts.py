@@ -9,7 +9,7 @@ from thinwire.engine.pack import local_part
 
 
 class LocalParts(Mapping[str, torch.Tensor]):
-    """This rank's parts of parameters by name, looked up anew each time, since FSDP may replace them.
+    """This rank's parts of parameters by name. Each access looks them up, because FSDP may replace them.
 
     Args:
         parameters: The parameters by name, as optimizers hold them.
@@ -30,6 +30,6 @@ class LocalParts(Mapping[str, torch.Tensor]):
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Disable autograd, and inference mode too, whose tensors could not be trained."""
+    """Disable autograd and inference mode. Tensors made in inference mode could not be trained."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -12,7 +12,7 @@ class LocalSGD(Averaging):
     """Local training, with all parameters set to their mean over ranks after every `period` steps.
 
     This divides the bytes by the period, because the model is sent once in `period` steps instead of its
-    gradients in each. With `warmup_steps` it is post-local SGD. To compress what is sent, use `DiLoCo`, which
+    gradients in each. With `warmup_steps` it is post-local SGD. To compress the exchange, use `DiLoCo`, which
     exchanges changes of the model.
 
     Args:

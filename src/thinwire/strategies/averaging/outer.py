@@ -1,4 +1,4 @@
-"""The outer optimizer of averaged models, where the user gives none, and the rule that sets its options."""
+"""The default outer optimizer of averaged models, and the rule that sets its options."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def tuned_for(world_size: int) -> dict[str, float]:
 
     Adam divides a gradient by its root mean square. A rank's own gradient is noisier than the mean over W
     ranks, by a factor of up to sqrt(W), so that each local step moves the model by that much less than a step
-    of DDP. An outer optimizer with lr / (1 - momentum) of about sqrt(W) makes up for it. For two and four
-    ranks 1.6 was good at low and at tuned learning rates (docs/design/decisions.md).
+    of DDP. An outer optimizer with lr / (1 - momentum) of about sqrt(W) compensates for this. For two and
+    four ranks 1.6 was good at low and at tuned learning rates (docs/design/decisions.md).
 
     >>> tuned_for(2), tuned_for(16)
     ({'lr': 0.8, 'momentum': 0.5}, {'lr': 0.8, 'momentum': 0.75})

@@ -16,7 +16,7 @@ from thinwire.engine.pack import pack, unpack
 from thinwire.errors import MismatchError
 
 _PADDED = 512
-"""Usage counts are padded to a multiple of this, so that ranks with other counts can be compared."""
+"""Usage counts are padded to a multiple of this, so that ranks with different counts can be compared."""
 
 
 def average(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
@@ -61,7 +61,7 @@ def average_used(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
     if size * squares != total * total:  # the variance, 0 only if all ranks have the same
         raise MismatchError(
             f"this rank would average {len(used)} parameters, {sum(used)} of them with gradients, and others"
-            " have a different number, or other shapes or dtypes: give all of a model's parameters, in the"
+            " have a different number, or other shapes or dtypes: pass all of a model's parameters, in the"
             " same order on every rank"
         )
     yield from average([each for each, count in zip(parameters, users, strict=False) if count], size)

@@ -66,7 +66,7 @@ class Peers:
         """Return whether any rank has changed its model since the last average. Collective.
 
         Args:
-            own: Whether this rank has.
+            own: Whether this rank has changed its model.
 
         Raises:
             MismatchError: Ranks have taken different numbers of steps.

@@ -14,7 +14,7 @@ from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import MismatchError
 
 _WHOLE, _DIVERGED = -1, -2
-"""Stand for a fragment in headers: whole models, and whole models of which this rank's has changed."""
+"""Placeholders for a fragment in headers: whole models, and whole models that this rank has changed."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Point:
 
     def __str__(self) -> str:
         if self.fragment is None:
-            return f"bringing models together (finalize or swap) after step {self.step}"
+            return f"synchronising models (finalize or swap) after step {self.step}"
         return f"averaging fragment {self.fragment} after step {self.step}"
 
 
@@ -50,8 +50,8 @@ def gather_points(own: Point, ranks: tuple[int, ...], device: torch.device) -> S
 def gather_diverged(step: int, diverged: bool, device: torch.device) -> Steps[torch.Tensor]:
     """Gather whether ranks have changed their models since the last average, in the form of points.
 
-    Every rank must take part, so that a rank that has taken another number of steps is detected, and all
-    ranks decide alike whether to bring models together.
+    Every rank must take part. Ranks with different numbers of steps are then detected, and all ranks make the
+    same decision whether to synchronise models.
     """
     kind = _DIVERGED if diverged else _WHOLE
     gathered: torch.Tensor = yield AllGather(torch.tensor([step, kind], dtype=torch.int32, device=device))
@@ -72,6 +72,6 @@ def compare_points(gathered: torch.Tensor, ranks: tuple[int, ...]) -> None:
         sides = "; ".join(f"{ranks_text(members)} {point}" for point, members in points.items())
         raise MismatchError(
             f"ranks are at different exchanges of models: {sides}. Every rank must take the same number"
-            " of steps: give all of them as many batches, as DistributedSampler or drop_last do, and resume"
+            " of steps: give all ranks the same number of batches (DistributedSampler, drop_last), and resume"
             " from the last checkpoint"
         )

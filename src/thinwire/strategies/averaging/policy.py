@@ -38,9 +38,10 @@ class OuterLoop:
         optimizer: A function that makes the outer optimizer from the anchors.
         program: The program for pseudo-gradients.
         fragments: The number of parts of the model, which are exchanged in turn.
-        overlap: Steps between the start of an exchange and its use.
-        mixing: The share of a rank's own parameters that is kept at its use.
-        tuning: The rule that sets the outer optimizer's options before each of its steps. None leaves them.
+        overlap: Steps between the start of an exchange and its application.
+        mixing: The share of a rank's own parameters that is kept when it is applied.
+        tuning: The rule that sets the outer optimizer's options before each of its steps. None leaves them
+            unchanged.
     """
 
     optimizer: Callable[[Sequence[torch.nn.Parameter]], Optimizer]
@@ -55,10 +56,9 @@ class OuterLoop:
 class Averaging(Configuration):
     """Base class of averaged models, which ranks train locally and average periodically.
 
-    Give it to `attach` in place of a program, together with the optimizer. A step ends with the optimizer's
-    `step()`, or with the next forward if the training loop leaves the optimizer's step out. Micro-batches
-    belong under `no_sync`. Without it each backward counts as a step, which shortens the period, and thinwire
-    warns.
+    Pass it to `attach` in place of a program, together with the optimizer. A step ends with the optimizer's
+    `step()`, or with the next forward if the training loop skips the optimizer's step. Micro-batches belong
+    under `no_sync`. Without it each backward counts as a step, which shortens the period, and thinwire warns.
 
     Args:
         warmup_steps: Steps at the start in which all gradients are exchanged, as in plain DDP. Models change
@@ -71,8 +71,9 @@ class Averaging(Configuration):
         buffers: How buffers, such as BatchNorm's, are treated when models are averaged. `"mean"` averages
             them, except integers, which are copied from the first rank. `"rank0"` copies all from the first
             rank. `"local"` leaves each rank its own. After the warm-up DDP no longer broadcasts them.
-        optimizer_state: How the optimizer's state is treated when models are averaged. `"local"` leaves it as
-            it is. `"mean"` averages it too, which sends two or three times the bytes. `"reset"` clears it.
+        optimizer_state: How the optimizer's state is treated when models are averaged. `"local"` leaves it
+            unchanged. `"mean"` averages it too, which sends two or three times the bytes. `"reset"` clears
+            it.
     """
 
     trains_locally: ClassVar[bool] = True
@@ -101,7 +102,7 @@ class Averaging(Configuration):
         """Raise OptionError if the optimizer is missing, or the options do not fit the model."""
         if not target.optimizers:
             raise OptionError(
-                f"{self!r} averages models after the optimizer's steps: give it, as in"
+                f"{self!r} averages models after the optimizer's steps: pass it, as in"
                 " attach(ddp, ..., optimizer=optimizer)"
             )
         if not target.model.reduces_gradients:
@@ -138,6 +139,9 @@ class Averaging(Configuration):
 
         Args:
             step: The number of steps taken since the end of the warm-up.
+
+        Returns:
+            The averages, in the order in which they are started. Empty if none is due.
         """
 
     def groups(self) -> Sequence[Groups]:
@@ -166,7 +170,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 def check_size(name: str, groups: Groups, world_size: int) -> None:
     """Raise OptionError if groups have more ranks than the model, or their lists leave some out."""
     if is_whole(groups) and groups > world_size:
-        raise OptionError(f"{name}={groups} exceeds the {world_size} ranks of the model: give at most that")
+        raise OptionError(f"{name}={groups} exceeds the {world_size} ranks of the model: pass at most that")
     if isinstance(groups, tuple) and sum(map(len, groups)) != world_size:
         raise OptionError(
             f"{name}={groups!r} groups {sum(map(len, groups))} ranks, and the model has {world_size}: list"

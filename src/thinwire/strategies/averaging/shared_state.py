@@ -38,11 +38,11 @@ def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Steps
 def one_state(
     parameters: Sequence[torch.Tensor], optimizers: Sequence[Optimizer], size: int
 ) -> Steps[torch.Tensor]:
-    """Make the optimizers' state equal on all ranks, so that equal gradients keep models equal from here on.
+    """Make the optimizers' state equal on all ranks, so that equal gradients keep models equal.
 
     Tensors of their parameter's shape are averaged. All other numbers, such as step counts, are copied from
-    the first rank. The state of a parameter is cleared on all ranks if a rank has none, or has one that holds
-    anything but numbers.
+    the first rank. The state of a parameter is cleared on all ranks if a rank has none, or has state other
+    than numbers.
     """
     states = [[one.state.get(parameter, {}) for one in optimizers] for parameter in parameters]
     counts = [sum(map(_count, found)) for found in states]
@@ -120,7 +120,7 @@ def _states(parameter: torch.Tensor, optimizers: Iterable[Optimizer]) -> Iterato
 
 
 def _count(state: Mapping[str, object]) -> int:
-    """Return the number of entries, negative if some are neither tensors nor numbers."""
+    """Return the number of entries, as a negative number if some are neither tensors nor numbers."""
     known = all(value is None or isinstance(value, torch.Tensor | int | float) for value in state.values())
     return len(state) if known else -(1 << 20)
 

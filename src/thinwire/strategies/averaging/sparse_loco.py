@@ -29,11 +29,11 @@ def SparseLoCo(  # noqa: N802 - it reads as the configuration that it makes
 
     Each rank sends the largest entries of every block of 4096, with 2 bits for the value and about 8 for the
     position of each. The rest is kept for the next exchange. Two ranks send 1/200 of the exact bytes in an
-    exchange, and that once in `period` steps. The bytes grow with the number of ranks. 1-D tensors are exact,
-    and in small models they are most of what is sent: `rules=[("*", config.program)]` sends them sparse too.
+    exchange, once in `period` steps. The bytes grow with the number of ranks. 1-D tensors are exact, and in
+    small models they make up most of the bytes. `rules=[("*", config.program)]` sends them sparse too.
 
-    It is for links on which `DiLoCo` with `Int4()` or `Int2()` still waits, and for long trainings. Entries
-    arrive late by many exchanges, so short trainings fall behind (docs/benchmarks.md).
+    Use it on links on which `DiLoCo` with `Int4()` or `Int2()` still waits, and for long trainings. Entries
+    arrive many exchanges late, so short trainings fall behind (docs/benchmarks.md).
 
     Args:
         period: Steps from one exchange to the next.

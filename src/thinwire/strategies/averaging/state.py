@@ -30,7 +30,7 @@ def checked(
         warmup_steps: Steps of the warm-up, in which no parameters are saved.
 
     Raises:
-        StateError: The state is not one of an averager, or does not fit the model.
+        StateError: The state is not that of an averager, or does not fit the model.
     """
     if not isinstance(state, dict) or set(state) != _KEYS:
         raise StateError(
@@ -117,7 +117,7 @@ def merged(states: Sequence[Any]) -> dict[str, Any]:
     if any(not isinstance(state, dict) for state in states):
         raise StateError("some states are of a wire that averages models, and some are not")
     if len({position(state) for state in states}) > 1:
-        raise StateError("the states are of different training steps: give those that were saved together")
+        raise StateError("the states are of different training steps: pass states that were saved together")
     return {
         **copied(states[0]),
         "parameters": means([state["parameters"] for state in states]),

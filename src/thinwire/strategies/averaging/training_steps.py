@@ -1,4 +1,4 @@
-"""Detection of the end of training steps by the optimizers' hooks, with an unchanged training loop."""
+"""Detection of the end of training steps by optimizer hooks, with an unchanged training loop."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from thinwire.strategies.attached import AttachedModel
 
 _LONG_WITHOUT_A_STEP = 10
 _CERTAIN = 2
-"""Consecutive accumulated steps that show accumulation, and not a single step left out by the loop."""
+"""Consecutive accumulated steps after which the loop is taken to accumulate, not to skip single steps."""
 
 
 class Listener(Protocol):
@@ -35,11 +35,11 @@ class TrainingSteps:
     """The training steps of a model, each reported to `listener` once when it ends.
 
     A step ends when all optimizers have stepped since the last backward. An optimizer whose step a GradScaler
-    skips, because of an overflow on this rank, counts as stepped. If the training loop itself leaves out an
+    skips, because of an overflow on this rank, counts as stepped. If the training loop itself skips an
     optimizer's step, the next forward ends the training step, so that all ranks count the same. Forwards and
     backwards in an optimizer's closure are part of its step.
 
-    Micro-batches without `no_sync` are indistinguishable from steps left out. Whether gradients are discarded
+    Micro-batches without `no_sync` are indistinguishable from skipped steps. Whether gradients are discarded
     or accumulated is known only after the forward, when other ranks may already wait for this one. So each
     micro-batch counts as a step, with a warning once the loop is seen to accumulate.
     """
@@ -55,9 +55,9 @@ class TrainingSteps:
         self._cut_short = False
         self._without = 0
         self._left: tuple[torch.Tensor, torch.Tensor] | None = None
-        """A parameter and its gradient at a forward before which a step was left out."""
+        """A parameter and its gradient at the forward after a skipped step."""
         self._added = False
-        """Whether a backward since the last step has accumulated into gradients of an already counted one."""
+        """Whether a backward since the last step has accumulated into gradients that were already counted."""
         self._accumulated = 0
         self._model = model
         self._handles: list[Any] = [model.on_forward(self._forward)]
@@ -105,8 +105,8 @@ class TrainingSteps:
             )
             if self._without == _LONG_WITHOUT_A_STEP:
                 warnings.warn(
-                    f"in {_LONG_WITHOUT_A_STEP} training steps, none of the optimizers given to attach has"
-                    " stepped: if another one has taken their place, attach with that one",
+                    f"in {_LONG_WITHOUT_A_STEP} training steps, none of the optimizers passed to attach has"
+                    " stepped: if another optimizer has replaced them, pass that one to attach",
                     stacklevel=2,
                 )
             self.cut_short()

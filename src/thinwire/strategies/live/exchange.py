@@ -23,7 +23,7 @@ from thinwire.strategies.live.roll_call import Decision, Row, decide, decoded, g
 
 @dataclass(eq=False)
 class Work:
-    """What an exchange has computed, to be applied if it is committed.
+    """The results of an exchange, applied when it is committed.
 
     Attributes:
         decision: What the roll call has shown.

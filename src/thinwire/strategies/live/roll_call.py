@@ -18,7 +18,7 @@ _NUMBERS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a replica tells the others at the start of an exchange.
+    """The row that a replica sends to the others at the start of an exchange.
 
     Attributes:
         set_up: A hash of configuration, versions and parameters, which must be equal on all replicas.
@@ -72,7 +72,7 @@ def gather_rows(own: Row, device: torch.device) -> Steps[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows from the rows of all replicas, the same on each of them.
+    """The decision that follows from all replicas' rows. It is the same on each of them.
 
     Attributes:
         names: The replicas' names, by rank.
@@ -96,7 +96,7 @@ class Decision:
 
     @property
     def blocked(self) -> bool:
-        """Whether the exchange cannot take place, because replicas do not fit together."""
+        """True if replicas do not match, so that the exchange cannot take place."""
         return bool(self.different or self.stale)
 
 

@@ -14,8 +14,8 @@ def assign(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
     """Assign parameters to ranks, group by group, the largest first, each to the least loaded rank.
 
     This is the assignment of torch's ZeroRedundancyOptimizer, so that shards and their order can be compared.
-    A group added later does not change the assignment of those before it. No rank has more than 1/`ranks` of
-    the whole plus one parameter.
+    A group that is added later does not change the assignment of earlier groups. No rank has more than
+    1/`ranks` of the whole plus one parameter.
 
     Args:
         groups: The sizes of the parameters in each group.
@@ -63,8 +63,9 @@ def in_runs(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
 def spread_out(groups: Sequence[Sequence[int]], ranks: int) -> Assignment:
     """Assign parameters to ranks from the model's end, each to the least loaded rank.
 
-    Neighbours, which share a bucket, then have different owners, so that every bucket sends about as much to
-    each rank. With `assign` one direction of a link is idle while the other carries a bucket's surplus.
+    Neighbours, which share a bucket, then have different owners, so that every bucket sends about the same
+    amount to each rank. With `assign` one direction of a link is idle while the other carries a bucket's
+    surplus.
 
     Args:
         groups: The sizes of the parameters in each group.

@@ -1,4 +1,4 @@
-"""Clipping of gradients that only their owners hold, and detection of changes made by other means."""
+"""Clipping of gradients that only their owners hold, and detection of other changes to them."""
 
 from collections.abc import Iterable, Mapping
 

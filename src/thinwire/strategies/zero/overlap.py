@@ -43,8 +43,8 @@ class Usage:
     def of(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Return the `id` of each of a bucket's parameters that this rank has used.
 
-        The result is final, because DDP hands over a bucket only when each of its parameters has a gradient
-        or is known to get none.
+        The result is final, because DDP passes a bucket to its hook only when each of its parameters has a
+        gradient or is known to get none.
         """
         return {id(one) for one in parameters} & self._reached
 
@@ -58,11 +58,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class _Undecided:
-    """The parameters of one bucket, some of which other ranks alone may have used."""
+    """The parameters of one bucket, some of which may have been used only by other ranks."""
 
     names: list[str]
     gradients: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Own parameters that this rank has not used, with their gradients, not stepped so far."""
+    """Own parameters that this rank has not used or stepped yet, with their gradients."""
     used: torch.Tensor
     """For each name, how many ranks used the parameter, and whether its owner did."""
 
@@ -73,13 +73,13 @@ class Overlap:
     Constructing one is collective. Its thread ends with the model.
 
     Args:
-        ddp: The model whose hook hands over buckets.
+        ddp: The model whose hook passes buckets.
         owners: The owner of each parameter that is stepped, by name.
         parameters: Those parameters by name.
         step: A function that steps some of this rank's own parameters.
-        usage: The parameters in use, if some may be unused. Parameters that no rank used are not
-            stepped, as plain DDP leaves them without a gradient. Those that their owner has not used, but
-            another rank has, are stepped after backward: the host may read the ranks' usage only then.
+        usage: The parameters in use, if some may be unused. Parameters that no rank used are not stepped, as
+            plain DDP leaves them without a gradient. Parameters that only other ranks than their owner used
+            are stepped after backward, because the host may read the ranks' usage only then.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Overlap:
         after_ddp_finishes(self._finish)
 
     def _finish(self) -> None:
-        """Wait for all steps, then step the parameters that their owners have not used, but others have."""
+        """Wait for all steps, then step the parameters that only ranks other than their owners used."""
         self._engine.settle()
         undecided, self._undecided = self._undecided, []
         if not undecided:

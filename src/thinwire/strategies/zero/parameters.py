@@ -13,7 +13,7 @@ from thinwire.engine.ops import Broadcast, Steps
 from thinwire.engine.pack import pack, unpack
 
 BATCH = 1 << 25
-"""The most bytes in one broadcast, which is large against a round trip and small against a model."""
+"""The most bytes in one broadcast. It is large compared with a round trip and small compared with a model."""
 
 
 def batches(tensors: Sequence[torch.Tensor], limit: int = BATCH) -> list[list[int]]:
@@ -69,8 +69,8 @@ def share(tensors: Sequence[torch.Tensor], owner: int, rank: int) -> Steps[None]
 def as_views(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Make parameters of one dtype and device views of one flat buffer, and return the buffer.
 
-    Strides stay. This rebinds each parameter's `.data`, so earlier views keep the old memory and no longer
-    follow the parameter.
+    Strides are kept. The function rebinds each parameter's `.data`, so earlier views keep the old memory and
+    no longer follow the parameter.
     """
     flat = parameters[0].detach().new_empty(sum(parameter.numel() for parameter in parameters))
     start = 0

@@ -1,4 +1,4 @@
-"""Steps of some of an optimizer's parameters, for any optimizer."""
+"""Steps of a subset of an optimizer's parameters, for any optimizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from thinwire.errors import UnavailableError
 
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Step only these parameters by these gradients, with the groups' current options.
+    """Step only these parameters with these gradients and the groups' current options.
 
     The state is the optimizer's own. Hooks belong to the user's own calls of `step()`, so none runs here.
     `.grad` is left as it was.
@@ -22,7 +22,7 @@ def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torc
         gradients: Pairs of a parameter and its gradient.
 
     Raises:
-        UnavailableError: The optimizer counts steps in its groups, or in itself, and would count each bucket.
+        UnavailableError: The optimizer counts steps in its groups or attributes, and would count each bucket.
     """
     chosen = {id(parameter) for parameter, _ in gradients}
     split = [[one for one in group["params"] if id(one) in chosen] for group in optimizer.param_groups]

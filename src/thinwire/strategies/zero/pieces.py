@@ -33,7 +33,7 @@ class Pieces:
         return tuple(sum(shape.numel() for shape in own) for own in self.shapes)
 
     def cut(self, tensors: Mapping[str, torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-        """Return one flat copy of its tensors for every owner, empty for those that own none."""
+        """Return a flat copy of each owner's tensors, empty for ranks that own none."""
         return [pack([tensors[name] for name in own]) if own else like.new_empty(0) for own in self.names]
 
     def share(self, own: torch.Tensor, rank: int) -> Steps[dict[str, torch.Tensor]]:

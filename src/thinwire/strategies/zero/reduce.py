@@ -59,7 +59,7 @@ def _with_feedback(
     cut = pieces.cut(views, next(iter(views.values())))
     mean = yield from _encoded(codec, bucket, cut, track_error=True)
     rounded = mean.to(bucket.buffer.dtype)
-    # The owner keeps what the gradients' dtype rounds off, times W: its residual has weight 1/W in the mean.
+    # The owner keeps the rounding error of the gradients' dtype times W, because its residual has weight 1/W.
     cut[bucket.rank].copy_((mean - rounded).mul_(bucket.world_size))
     for names, shapes, missed in zip(pieces.names, pieces.shapes, cut, strict=True):
         # A step inside backward cannot be rolled back, so the residual must not become non-finite.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from thinwire.amp.loss_scale import refuse_scalers
+from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
 from thinwire.checkpoint.validate import check_tensor
 from thinwire.ddp.model import remove_handles
@@ -46,8 +46,8 @@ _CHANGED = (
 class Sharder(Strategy):
     """The strategy of `ZeRO`. It assigns owners to parameters and runs both exchanges.
 
-    The optimizer stays the user's. Constructing one is collective. It keeps neither the model nor the
-    optimizer alive.
+    The user's optimizer keeps stepping. Constructing a sharder is collective. It keeps neither the model nor
+    the optimizer alive.
     """
 
     supports_join = False
@@ -125,7 +125,7 @@ class Sharder(Strategy):
         return {name for name in bucket.names if not self._used[name]}
 
     def _forward(self) -> None:
-        """Record the gradients that are left of a backward that no step has followed.
+        """Record the gradients of a backward that no step has followed.
 
         Only the first forward after that backward can identify them. Later ones may find gradients of
         micro-batches, after a step that a GradScaler has skipped.
@@ -152,12 +152,12 @@ class Sharder(Strategy):
         if self.config.interleaved and self.missing is not None:
             raise StateError(self.missing)
         if self.config.interleaved and not self._scalers_checked:
-            refuse_scalers("use interleaved=False")
+            check_no_scaler("use interleaved=False")
             self._scalers_checked = True
         if any(gradient is left for gradient in self._gradients() for left in self._left):
             raise UnavailableError(
-                "a second backward adds to gradients that were exchanged already, which ZeRO's owners hold"
-                " alone: wrap all but the last backward of a step in ddp.no_sync(), or call zero_grad()"
+                "a second backward adds to gradients that were already exchanged, which only ZeRO's owners"
+                " hold: wrap all but the last backward of a step in ddp.no_sync(), or call zero_grad()"
             )
         self._left = []
 
@@ -176,14 +176,14 @@ class Sharder(Strategy):
         self._versions.remember(self._named_gradients())
 
     def _stand_in(self, value: float) -> None:
-        """Lend a gradient to a rank that owns none, because a GradScaler cannot step without any."""
+        """Set a placeholder gradient on a rank that owns none. A GradScaler cannot step without one."""
         held = [one for group in self._optimizer.param_groups for one in group["params"] if one.numel()]
         if held and not self._gradients():
             self._lent = min(held, key=torch.Tensor.numel)
             self._lent.grad = torch.full_like(self._lent, value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale all gradients to a norm over all ranks of at most `max_norm`. Return the norm before."""
+        """Scale all gradients to a norm over all ranks of at most `max_norm`. Return the old norm."""
         kind = norm_type
         if self.config.interleaved:
             raise UnavailableError(
@@ -218,7 +218,7 @@ class Sharder(Strategy):
         return mark_owned(state, optimizer.param_groups, others)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's unrounded parameters, which the optimizer's own state does not hold."""
+        """Return this rank's unrounded parameters, which the optimizer's own state does not contain."""
         return {"sharding": {"masters": {name: master.clone() for name, master in self._masters.items()}}}
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -303,7 +303,7 @@ class Sharder(Strategy):
                 self._share_all(args, kwargs)
 
     def _share_all(self, args: Any, kwargs: Any) -> None:
-        """Send all updated parameters to all ranks, and raise if gradients were changed on any."""
+        """Send all updated parameters to all ranks, and raise if gradients were changed on any rank."""
         if _closure_in(args, kwargs) is not None:
             self._changed = self._versions.changed(self._named_gradients())
         flags = torch.tensor(
@@ -363,7 +363,7 @@ class Sharder(Strategy):
 
     def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
         """Send own parameters to all ranks, rounded if configured, and copy in those of other owners."""
-        # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters always travel as pairs.
+        # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters are always sent as pairs.
         shapes = tuple(tuple(real_numbers(self._every[name]).shape for name in own) for own in pieces.names)
         pieces = replace(pieces, shapes=shapes)
         names = pieces.names[self._rank]

@@ -20,7 +20,7 @@ class ZeRO(Configuration):
     """Sharded optimizer state. Owners receive gradients, step their parameters, and send these to all ranks.
 
         each rank receives the mean gradients of its own parameters    (W-1)/W of the model's bytes
-        it steps those, and keeps optimizer state for those alone
+        it steps those, and keeps optimizer state only for those
         every rank receives all updated parameters                     (W-1)/W
 
     Plain DDP sends 2 (W-1)/W and keeps the whole optimizer state on every rank. torch's
@@ -28,7 +28,7 @@ class ZeRO(Configuration):
 
     Args:
         program: The program for gradients: `Exact()`, or any codec's program, such as `BF16()` and `Int8()`.
-            Other programs run as an all-reduce, and save no gradient bytes by sharding.
+            Other programs run as an all-reduce, so sharding saves no gradient bytes with them.
         parameters: The dtype in which updated parameters are sent. None keeps their own. With torch.bfloat16
             all ranks use the rounded parameters, and owners keep the unrounded ones for their next step.
         interleaved: Whether to step each bucket's parameters inside backward, as soon as its gradients are
@@ -36,7 +36,7 @@ class ZeRO(Configuration):
             every backward is a step. GradScalers, gradient clipping and closures are not available, and the
             optimizer must keep its step counts by parameter, as torch's do. If False, `optimizer.step()`
             steps as usual, and parameters are sent at its end.
-        shard_buckets: Whether neighbouring parameters go to different owners, so that every bucket has work
+        shard_buckets: Whether neighbouring parameters have different owners, so that every bucket has work
             for all ranks. If False, runs of about a bucket have one owner.
 
     Raises:
@@ -51,8 +51,8 @@ class ZeRO(Configuration):
 
     swappable: ClassVar[bool] = False
     fixed_because: ClassVar[str] = (
-        "under ZeRO owners keep the optimizer's state, so it begins and ends with the DDP model: load what"
-        " wire.consolidate_optimizer_state() gives on every rank, and wrap the module in a new"
+        "under ZeRO owners keep the optimizer's state, so it begins and ends with the DDP model: load the"
+        " result of wire.consolidate_optimizer_state() on every rank, and wrap the module in a new"
         " DistributedDataParallel"
     )
     exchanges_parameters: ClassVar[bool] = True
@@ -83,8 +83,8 @@ class ZeRO(Configuration):
         model = require_ddp(target.model, repr(self))
         if len(target.optimizers) != 1:
             raise OptionError(
-                f"{self!r} shards one optimizer's state, and {len(target.optimizers)} were given: give it, as"
-                " in attach(ddp, ..., optimizer=optimizer), with parameter groups for what differs"
+                f"{self!r} shards one optimizer's state, and {len(target.optimizers)} were passed: pass one,"
+                " as in attach(ddp, ..., optimizer=optimizer), with parameter groups for options that differ"
             )
         if isinstance(target.optimizers[0], torch.optim.LBFGS):
             raise OptionError("optimizer=LBFGS searches along all parameters at once: it cannot be sharded")
@@ -96,7 +96,7 @@ class ZeRO(Configuration):
             )
         if self.interleaved and model.find_unused_parameters:
             raise OptionError(
-                "interleaved=True cannot tell unused parameters from zero gradients, as DDP does after"
+                "interleaved=True cannot distinguish unused parameters from zero gradients, as DDP does after"
                 " backward: use interleaved=False with find_unused_parameters"
             )
         if target.audits:
@@ -117,8 +117,8 @@ class ZeRO(Configuration):
             shown = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
             raise OptionError(
                 f"optimizer={type(optimizer).__name__} does not hold {shown}: under ZeRO other optimizers"
-                " would step these on their owners alone; give one optimizer over all trainable parameters,"
-                " with parameter groups for what differs, or freeze them"
+                " would step these on their owners alone; pass one optimizer over all trainable parameters,"
+                " with parameter groups for options that differ, or freeze them"
             )
 
     def stepped_here(self, target: Target) -> dict[str, torch.nn.Parameter]:
