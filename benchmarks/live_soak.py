@@ -35,19 +35,13 @@ from thinwire.lab.network import plan as network_plan
 _LASTS = 1.25
 """How long a replica is frozen or cut off, in time limits of a collective."""
 
+Harm = tuple[Callable[[int], None], Callable[[int], None], float]
+"""What happens to a replica, what ends it, and the least number of seconds between them."""
 
-def episode(
-    job: Job, harm: Callable[[int], None], undo: Callable[[int], None], chance: random.Random, lasts: float
-) -> tuple[float, float]:
-    """Harm a replica and undo it; return when the others and then all had committed an exchange.
 
-    Args:
-        job: The job.
-        harm: What happens to the replica.
-        undo: What ends it.
-        chance: Where random numbers come from.
-        lasts: The least number of seconds between them.
-    """
+def episode(job: Job, kind: Harm, chance: random.Random) -> tuple[float, float]:
+    """Harm a replica and undo it; return how long the others, and then all, took to commit an exchange."""
+    harm, undo, lasts = kind
     victim = chance.randrange(job.plan.replicas)
     others = [place for place in range(job.plan.replicas) if place != victim]
     time.sleep(chance.uniform(0, 0.5))
@@ -98,14 +92,17 @@ def run(options: argparse.Namespace, folder: Path, lab: Lab | None) -> int:
     times: list[tuple[float, float]] = []
     counts: Counter[str] = Counter()
     with Job(plan, loaded_context(), lab) as job:
-        harms = {"kill": (job.kill, job.start, 0.0), "freeze": (job.freeze, job.thaw, _LASTS * plan.timeout)}
+        harms: dict[str, Harm] = {
+            "kill": (job.kill, job.start, 0.0),
+            "freeze": (job.freeze, job.thaw, _LASTS * plan.timeout),
+        }
         if lab is not None:
             harms["cut"] = (lab.cut, lab.mend, _LASTS * plan.timeout)
         chosen = [one for one in options.only.split(",") if one in harms] or list(harms)
         job.await_start()
         while len(times) < options.episodes and time.monotonic() < deadline:
             kind = chance.choice(chosen)
-            times.append(episode(job, *harms[kind][:2], chance, harms[kind][2]))
+            times.append(episode(job, harms[kind], chance))
             counts[kind] += 1
             check(job)
             alone, back = times[-1]
