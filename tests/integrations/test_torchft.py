@@ -9,11 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
@@ -248,8 +250,8 @@ def test_undisturbed_replicas_end_as_ranks_of_a_fixed_group_do() -> None:
 def page(place: int, address: str) -> int:
     os.environ["TORCHFT_LIGHTHOUSE"] = address
     names: dict[str, Any] = {}
-    (block,) = python_blocks("docs/integrations/torchft.md")
-    exec(block, names)
+    for block in python_blocks("docs/integrations/torchft.md"):
+        exec(block, names)
     batches = iter(tiny.Rows().rows.split(8))
     wire = names["train"](tiny.model(), batches, lambda output: output.square().mean(), steps=6)
     return int(wire.step)
@@ -315,6 +317,14 @@ def refused(_: int) -> None:
             torchft.attach(manager, module, program, optimizer=optimizer)
     with pytest.raises(thinwire.OptionError, match="holds none of the model's parameters"):
         torchft.attach(manager, module, DILOCO, optimizer=torch.optim.SGD(tiny.model().parameters(), lr=1.0))
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    with pytest.raises(thinwire.AttachError, match=r"wrapped in DDP.*shard it with fully_shard"):
+        torchft.attach(manager, ddp, DILOCO, optimizer=optimizer)
+    with (
+        patch.object(manager, "_group_world_size", 2),
+        pytest.raises(thinwire.UnavailableError, match=r"has 2 ranks, and the model is whole on each"),
+    ):
+        torchft.attach(manager, module, DILOCO, optimizer=optimizer)
     torchft.attach(manager, module, DILOCO, optimizer=optimizer)
     with pytest.raises(thinwire.AttachError, match="has a wire already"):
         torchft.attach(manager, module, DILOCO, optimizer=optimizer)

@@ -74,51 +74,53 @@ def make_manager(
             f" `torchft_lighthouse --min_replicas {min_replicas}`"
         )
     group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
     limit, patience, host = _time(timeout), _time(quorum_timeout), host or socket.gethostname()
+    options = {
+        "pg": _GlooAt(host, limit),
+        "load_state_dict": None,
+        "state_dict": None,
+        "min_replica_size": min_replicas,
+        "use_async_quorum": False,
+        "timeout": limit,
+        "quorum_timeout": patience,
+        "connect_timeout": _time(connect_timeout),
+        "rank": 0 if group is None else group.rank(),
+        "world_size": 1 if group is None else group.size(),
+        "lighthouse_addr": address,
+        "hostname": host,
+        "checkpoint_transport": _TransportAt(host, limit),
+        "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
+    }
+    if options["rank"]:
+        return _later_manager(group, options)
+    return _first_manager(group, options, name or f"{socket.gethostname()}-{os.getpid()}")
 
-    def made(store_host: str, store_port: int, replica: str) -> Manager:
-        return Manager(
-            pg=_GlooAt(host, limit),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=min_replicas,
-            use_async_quorum=False,
-            timeout=limit,
-            quorum_timeout=patience,
-            connect_timeout=_time(connect_timeout),
-            rank=rank,
-            world_size=size,
-            store_addr=store_host,
-            store_port=store_port,
-            lighthouse_addr=address,
-            hostname=host,
-            checkpoint_transport=_TransportAt(host, limit),
-            replica_id=replica,
-            quorum_retries=int(patience.total_seconds() / _BETWEEN_RETRIES),
-        )
 
-    if rank:
-        told = _from_first(group)
-        if told.error is not None:
-            raise WireError(told.error)
-        return made(told.host, told.port, told.name)
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
+def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], name: str) -> Manager:
+    """Return the manager of a replica's first rank, after telling the other ranks where to find it."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    told = _Told(host, store.port, name)
+    told = _Told(options["hostname"], store.port, name)
     try:
-        manager = made("localhost", store.port, name)
+        manager = Manager(**options, store_addr="localhost", store_port=store.port, replica_id=name)
     except RuntimeError as error:
         told.error = (
-            f"the lighthouse at {address} does not answer: start one on a host that all replicas reach, with"
-            f" `torchft_lighthouse --min_replicas {min_replicas}`, and check the address. (torchft said:"
-            f" {str(error).partition(chr(10))[0]})"
+            f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
+            f" replicas reach, with `torchft_lighthouse --min_replicas {options['min_replica_size']}`, and"
+            f" check the address. (torchft said: {str(error).partition(chr(10))[0]})"
         )
         raise WireError(told.error) from error
     finally:
         _from_first(group, told)
     manager.thinwire_store = store  # it must live as long as the manager
     return manager
+
+
+def _later_manager(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Manager:
+    """Return the manager of another rank of a replica, when there is one on the first rank."""
+    told = _from_first(group)
+    if told.error is not None:
+        raise WireError(told.error)
+    return Manager(**options, store_addr=told.host, store_port=told.port, replica_id=told.name)
 
 
 @dataclass
