@@ -56,7 +56,7 @@ soak: $(READY)
 	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/ranks/test_elastic.py
 	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
-# Replicas of one torchft job that are killed at random times and come back; the last line has the count.
+# Replicas of one torchft job that are killed, frozen or cut off, and come back; the last line has the count.
 LIVE_EPISODES ?= 50
 soak-live: .venv/.integrations
 	$(BIN)/python benchmarks/live_soak.py --seed $(SEED) --episodes $(LIVE_EPISODES) --minutes $(MINUTES)

@@ -1,48 +1,22 @@
-"""A job of replicas that are killed and rejoin, as processes of this machine, for soaks and tests."""
+"""A job of replicas that are killed, frozen or cut off, and come back, for soaks and tests.
+
+Replicas are processes of this machine. With a lab, each of them is on an emulated host of its own, and the
+lighthouse is on the lab's last host.
+"""
 
 import json
-import logging
-import math
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
-from torchft.coordination import LighthouseServer
+from benchmarks.live_replica import Place, Plan, replica, serve
+from thinwire.lab.namespaces import Lab
 
-import thinwire
-from examples import tiny
-from thinwire.integrations import torchft
-from thinwire.strategies.live.exchange import Exchange
-
-_WIDTH = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The options of a job.
-
-    Attributes:
-        folder: The folder in which replicas write their logs.
-        program: The configuration, as Python text.
-        replicas: The number of replicas.
-        pause: Seconds added to each step.
-        timeout: Seconds after which a collective fails.
-        dies_in: The exchange in whose middle replica 1 dies, in its first life. -1: none.
-    """
-
-    folder: Path
-    program: str = "DiLoCo(4, program=Int4())"
-    replicas: int = 3
-    pause: float = 0.01
-    timeout: float = 20.0
-    dies_in: int = -1
+_PORT = 29510
 
 
 class Job:
@@ -51,54 +25,89 @@ class Job:
     Args:
         plan: The options.
         context: Starts processes. Its server should have torch and torchft loaded.
-        minimum: Replicas that an exchange needs.
+        lab: An open lab with a host for each replica, and one for the lighthouse.
     """
 
-    def __init__(self, plan: Plan, context: Any, minimum: int = 2) -> None:
-        self.plan, self._context = plan, context
-        self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=minimum, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000
-        )
-        self._minimum = minimum
+    def __init__(self, plan: Plan, context: Any, lab: Lab | None = None) -> None:
+        self.plan, self._context, self._lab = plan, context, lab
         self.lives = [-1] * plan.replicas
-        self._processes: list[Any] = [None] * plan.replicas
+        self._processes: dict[tuple[int, int], Any] = {}
+        self._lighthouse = None if lab else plan.lighthouse()
+        self._server: Any = None
 
     def __enter__(self) -> "Job":
+        if self._lab is not None:
+            last = self._lab.count - 1
+            args = (self.plan, _PORT, self._lab.network_of(last))
+            self._server = self._context.Process(target=serve, args=args, daemon=True)
+            self._server.start()
         for place in range(self.plan.replicas):
             self.start(place)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process in [*self._processes.values(), *([self._server] if self._server else [])]:
             process.kill()
             process.join()
-        self._lighthouse.shutdown()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
 
     def start(self, place: int) -> None:
         """Start or restart a replica."""
         self.lives[place] += 1
-        args = (self.plan, place, self.lives[place], self._lighthouse.address(), self._minimum)
-        self._processes[place] = self._context.Process(target=replica, args=args, daemon=True)
-        self._processes[place].start()
+        for rank in range(self.plan.shards):
+            where = self._place(place, rank)
+            process = self._context.Process(target=replica, args=(self.plan, where), daemon=True)
+            process.start()
+            self._processes[place, rank] = process
+
+    def _place(self, place: int, rank: int) -> Place:
+        lab, life = self._lab, self.lives[place]
+        if lab is None:
+            assert self._lighthouse is not None
+            return Place(replica=place, life=life, rank=rank, lighthouse=self._lighthouse.address())
+        return Place(
+            replica=place,
+            life=life,
+            rank=rank,
+            lighthouse=f"http://{lab.network.address(lab.count - 1)}:{_PORT}",
+            host=lab.network.address(place),
+            network=lab.network_of(place),
+        )
+
+    def _of(self, place: int) -> list[Any]:
+        return [self._processes[place, rank] for rank in range(self.plan.shards)]
 
     def kill(self, place: int) -> None:
-        """Kill a replica with SIGKILL."""
-        self._processes[place].kill()
-        self._processes[place].join()
+        """Kill all ranks of a replica with SIGKILL, as torchrun does when one of them has died."""
+        for process in self._of(place):
+            process.kill()
+        for process in self._of(place):
+            process.join()
+
+    def freeze(self, place: int) -> None:
+        """Stop all ranks of a replica with SIGSTOP."""
+        for process in self._of(place):
+            os.kill(process.pid, signal.SIGSTOP)
+
+    def thaw(self, place: int) -> None:
+        """Let a frozen replica go on."""
+        for process in self._of(place):
+            os.kill(process.pid, signal.SIGCONT)
 
     def dead(self, place: int) -> bool:
-        """Return whether a replica has ended."""
-        return not self._processes[place].is_alive()
+        """Return whether the first rank of a replica has ended."""
+        return not self._of(place)[0].is_alive()
 
-    def exchanges(self, place: int) -> list[dict[str, Any]]:
-        """Return the records that a replica wrote after each committed exchange of its present life."""
-        path = self.plan.folder / f"{place}-{self.lives[place]}.jsonl"
+    def exchanges(self, place: int, life: int | None = None) -> list[dict[str, Any]]:
+        """Return what a replica has written after each committed exchange of a life (the present one)."""
+        path = self.plan.folder / f"{place}-{self.lives[place] if life is None else life}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def log(self, place: int, life: int) -> str:
-        """Return thinwire's log of one life of a replica."""
-        path = self.plan.folder / f"{place}-{life}.log"
+    def log(self, place: int, life: int, rank: int = 0) -> str:
+        """Return what thinwire has logged in a life of a replica, on one of its ranks."""
+        path = self.plan.folder / f"{place}-{life}{f'-rank-{rank}' if rank else ''}.log"
         return path.read_text() if path.exists() else ""
 
     def await_(self, what: str, condition: Callable[[], bool], seconds: float = 120.0) -> float:
@@ -111,79 +120,32 @@ class Job:
             time.sleep(0.02)
         return time.monotonic() - began
 
+    def await_start(self) -> None:
+        """Wait until all replicas have committed exchanges together."""
+        self.await_(
+            "the start", lambda: self.all_there() and all(map(self._second, range(self.plan.replicas)))
+        )
+
+    def _second(self, place: int) -> bool:
+        return bool(self.exchanges(place)[1:])
+
+    def all_there(self) -> bool:
+        """Return whether the last exchange of each replica was with all others."""
+        rows = [self.exchanges(place)[-1:] for place in range(self.plan.replicas)]
+        return all(row and len(row[0]["replicas"]) == self.plan.replicas for row in rows)
+
     def end(self, seconds: float = 120.0) -> list[dict[str, Any]]:
-        """Let all replicas train a few more steps and finalize; return their results."""
+        """Let all replicas train some steps more and finalize; return the results of all ranks."""
         latest = max(one["step"] for place in range(self.plan.replicas) for one in self.exchanges(place))
         part = self.plan.folder / "end.part"
         part.write_text(str(latest + 50))
         part.rename(self.plan.folder / "end")
-        results = [self.plan.folder / f"result-{place}.json" for place in range(self.plan.replicas)]
+        results = [self._result(*key) for key in sorted(self._processes)]
         self.await_("the end", lambda: all(path.exists() for path in results), seconds)
         return [json.loads(path.read_text()) for path in results]
 
-
-def replica(plan: Plan, place: int, life: int, lighthouse: str, minimum: int) -> None:
-    """Train as one replica, from its own random parameters, until the job's end."""
-    torch.set_num_threads(1)
-    logging.basicConfig(filename=plan.folder / f"{place}-{life}.log", level=logging.WARNING)
-    logging.getLogger("thinwire").setLevel(logging.INFO)
-    manager = torchft.make_manager(
-        min_replicas=minimum,
-        lighthouse=lighthouse,
-        name=f"replica-{place}",
-        host="localhost",
-        timeout=plan.timeout,
-        quorum_timeout=120.0,
-    )
-    torch.manual_seed(100 * place + life)  # a replica that received nothing would differ from all others
-    module = torch.nn.Sequential(torch.nn.Linear(tiny.WIDTH, 64), torch.nn.Linear(64, tiny.WIDTH))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.005)
-    program = eval(plan.program, {"torch": torch}, vars(thinwire))
-    wire = torchft.attach(manager, module, program, optimizer=optimizer)
-    if plan.dies_in >= 0 and (place, life) == (1, 0):
-        patch.object(Exchange, "_average", _dying(Exchange._average, plan.dies_in)).start()
-    wire.join()
-    _train(plan, place, life, wire, (module, optimizer))
-    wire.finalize()
-    _write(plan.folder / f"result-{place}.json", {"step": wire.step, "digest": tiny.digest(module)})
-    os._exit(0)  # torchft's threads need not be joined
-
-
-def _train(plan: Plan, place: int, life: int, wire: Any, trained: tuple[Any, Any]) -> None:
-    (module, optimizer), rows, end = trained, tiny.Rows().rows, plan.folder / "end"
-    seen = -1
-    with (plan.folder / f"{place}-{life}.jsonl").open("a") as progress:
-        while wire.step < (int(end.read_text()) if end.exists() else math.inf):
-            if wire.exchanges != seen:
-                seen = wire.exchanges
-                anchors = wire._replica.fingerprint()
-                row = {"exchanges": seen, "step": wire.step, "anchors": anchors, "replicas": wire.replicas}
-                progress.write(json.dumps(row) + "\n")
-                progress.flush()
-            start = _WIDTH * (wire.step * plan.replicas + place) % (len(rows) - _WIDTH)
-            batch = rows[start : start + _WIDTH]
-            optimizer.zero_grad()
-            tiny.loss_of(module(batch), batch).backward()
-            optimizer.step()
-            time.sleep(plan.pause)
-
-
-def _dying(average: Any, number: int) -> Any:
-    """Return a method that kills the process while others already send it data."""
-
-    def dying(self: Any, work: Any) -> None:
-        if self._replica.exchanges == number:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        average(self, work)
-
-    return dying
-
-
-def _write(path: Path, row: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(row))
-    part.rename(path)
+    def _result(self, place: int, rank: int) -> Path:
+        return self.plan.folder / (f"result-{place}-{rank}.json" if rank else f"result-{place}.json")
 
 
 def loaded_context() -> Any:

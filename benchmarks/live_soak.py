@@ -1,11 +1,17 @@
-"""A soak of live membership. Replicas of one job are killed at random times, and rejoin.
+"""A soak of live membership: replicas are killed, frozen or cut off at random times, and come back.
 
     python benchmarks/live_soak.py --episodes 50 --minutes 20
 
-One job of three replicas trains continuously. In each episode a random replica is killed with SIGKILL at a
-random moment, between exchanges or in one. The others must commit exchanges without it, and with it again
-after its restart. No two replicas may ever differ in the anchors of an exchange. At the end all models must
-be equal. The last line has the number of episodes.
+One job of three replicas trains on, each replica on an emulated host of its own. In each episode something
+happens to a random replica at a random moment, between exchanges or in one:
+
+    kill      SIGKILL, and later another start
+    freeze    SIGSTOP for longer than the time limit of collectives, then SIGCONT
+    cut       its network is gone for longer than that limit: connections stay open, and packets are lost
+
+The others must commit exchanges without it, and with it again after its return. No two replicas may differ in
+the anchors of an exchange. At the end all models must be equal. The last line has the number of episodes.
+Without network namespaces, nothing is cut.
 """
 
 import argparse
@@ -14,43 +20,106 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from benchmarks.live_job import Job, Plan, loaded_context
+from benchmarks.live_job import Job, loaded_context
+from benchmarks.live_replica import Plan
+from thinwire.errors import UnavailableError
+from thinwire.lab.namespaces import Lab
+from thinwire.lab.network import plan as network_plan
+
+_LASTS = 1.25
+"""How long a replica is frozen or cut off, in time limits of a collective."""
+
+Harm = tuple[Callable[[int], None], Callable[[int], None], float]
+"""What happens to a replica, what ends it, and the least number of seconds between them."""
 
 
-def episode(job: Job, chance: random.Random) -> tuple[float, float]:
-    """Kill a replica and start it again; return when the others and then all had committed an exchange."""
+def episode(job: Job, kind: Harm, chance: random.Random) -> tuple[float, float]:
+    """Harm a replica and undo it; return how long the others, and then all, took to commit an exchange."""
+    harm, undo, lasts = kind
     victim = chance.randrange(job.plan.replicas)
     others = [place for place in range(job.plan.replicas) if place != victim]
     time.sleep(chance.uniform(0, 0.5))
     before = max(one["exchanges"] for place in others for one in job.exchanges(place)[-1:])
-    job.kill(victim)
+    harm(victim)
     began = time.monotonic()
 
     def went_on() -> bool:
         return all(job.exchanges(place)[-1]["exchanges"] > before + 1 for place in others)
 
-    def all_there() -> bool:
-        rows = [job.exchanges(place)[-1:] for place in range(job.plan.replicas)]
-        return all(row and len(row[0]["replicas"]) == job.plan.replicas for row in rows)
-
     job.await_("an exchange of the others", went_on)
     alone = time.monotonic() - began
-    job.start(victim)
-    job.await_("the return of the killed replica", all_there)
-    return alone, time.monotonic() - began
+    time.sleep(max(0.0, lasts - alone))
+    undo(victim)
+    again = time.monotonic()
+    job.await_("the return of the replica", job.all_there)
+    return alone, time.monotonic() - again
 
 
-def check(job: Job, known: dict[int, tuple[int, int]]) -> int:
-    """Compare the anchors of all exchanges of all replicas; return the most uncommitted ones of a life."""
+def check(job: Job) -> tuple[int, int]:
+    """Compare the anchors of all exchanges of all lives; return how many, and the most that failed in one."""
+    known: dict[int, tuple[int, int]] = {}
     failures = 0
-    for place, life in enumerate(job.lives):
-        for row in job.exchanges(place):
-            number, found = row["exchanges"], (row["anchors"], row["step"])
-            assert known.setdefault(number, found) == found, f"replica {place} drifted in exchange {number}"
-        failures = max(failures, job.log(place, life).count("was not committed"))
-    return failures
+    for place, latest in enumerate(job.lives):
+        for life in range(latest + 1):
+            for number, row in settled(job.exchanges(place, life)).items():
+                found = row["anchors"], row["step"]
+                assert known.setdefault(number, found) == found, (
+                    f"{place}-{life} drifted in exchange {number}"
+                )
+            failures = max(failures, job.log(place, life).count("was not committed"))
+    return len(known), failures
+
+
+def settled(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return rows by exchange, without those that the replica lost again when it received a peer's state."""
+    kept: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        number = row["exchanges"]
+        kept = {one: value for one, value in kept.items() if one < number} | {number: row}
+    return kept
+
+
+def run(options: argparse.Namespace, folder: Path, lab: Lab | None) -> int:
+    """Run the episodes, and print what was found."""
+    chance, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
+    plan = Plan(folder=folder, program=options.program, pause=0.03, timeout=options.timeout)
+    times: list[tuple[float, float]] = []
+    counts: Counter[str] = Counter()
+    with Job(plan, loaded_context(), lab) as job:
+        harms: dict[str, Harm] = {
+            "kill": (job.kill, job.start, 0.0),
+            "freeze": (job.freeze, job.thaw, _LASTS * plan.timeout),
+        }
+        if lab is not None:
+            harms["cut"] = (lab.cut, lab.mend, _LASTS * plan.timeout)
+        chosen = [one for one in options.only.split(",") if one in harms] or list(harms)
+        job.await_start()
+        while len(times) < options.episodes and time.monotonic() < deadline:
+            kind = chance.choice(chosen)
+            times.append(episode(job, harms[kind], chance))
+            counts[kind] += 1
+            check(job)
+            alone, back = times[-1]
+            print(
+                f"episode {len(times)}: {kind}; others after {alone:.1f} s, back in {back:.1f} s", flush=True
+            )
+        compared, failures = check(job)
+        results = job.end()
+    assert len({one["digest"] for one in results}) == 1, f"models differ at the end: {results}"
+    alone, back = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"medians: the others went on after {alone:.1f} s; the replica was back in {back:.1f} s")
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
+    print(
+        f"{len(times)} of {options.episodes} episodes passed ({kinds}): {compared} exchanges compared,"
+        f" no drift, at most {failures} not committed in a life"
+    )
+    return 0 if len(times) == options.episodes else 1
 
 
 def main() -> int:
@@ -59,31 +128,17 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=8.0, help="seconds after which a collective fails")
+    parser.add_argument("--only", default="", help="kinds of episodes, as kill,freeze,cut")
     parser.add_argument("--program", default=Plan.program)
     options = parser.parse_args()
-    chance, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
-    times: list[tuple[float, float]] = []
-    known: dict[int, tuple[int, int]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(folder=Path(folder), program=options.program, pause=0.03)
-        with Job(plan, loaded_context()) as job:
-            everyone = range(plan.replicas)
-            job.await_("the start", lambda: all(job.exchanges(one)[2:] for one in everyone))
-            while len(times) < options.episodes and time.monotonic() < deadline:
-                times.append(episode(job, chance))
-                check(job, known)
-                alone, back = times[-1]
-                print(f"episode {len(times)}: others after {alone:.1f} s, all after {back:.1f} s", flush=True)
-            failures = check(job, known)
-            results = job.end()
-    assert len({one["digest"] for one in results}) == 1, f"models differ at the end: {results}"
-    alone, back = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"medians: the others went on after {alone:.1f} s, all of them after {back:.1f} s")
-    print(
-        f"{len(times)} of {options.episodes} episodes passed: {len(known)} exchanges compared, no drift,"
-        f" at most {failures} not committed in a life"
-    )
-    return 0 if len(times) == options.episodes else 1
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        try:
+            lab = stack.enter_context(Lab(network_plan(hosts=Plan.replicas + 1)))
+        except UnavailableError as error:
+            print(f"nothing will be cut: {error}")
+            lab = None
+        return run(options, Path(folder), lab)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
 from thinwire.amp.skip_overflows import skip_overflows
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import comm_hooks, uses_python_reducer
 from thinwire.ddp.model import Model, remove_handles
 from thinwire.ddp.reducer import Reducer, raise_python_reducer
 from thinwire.ddp.unwrap import ddp_of, find_ddp, is_wrapper
-from thinwire.engine.agreement import SetUp, decline, set_up_of
+from thinwire.engine.agreement import decline, set_up_of
 from thinwire.engine.meter import Meter
 from thinwire.engine.rendezvous import Meeting
 from thinwire.errors import AttachError, OptionError, ThinwireError
@@ -151,28 +152,14 @@ def _attach_ddp(ddp: DistributedDataParallel, plan: Plan, options: Options) -> W
         _check_hooks(ddp)
         model.check_finalization()
         options.validate(model, plan)
-    reducer = Reducer(
-        ddp,
-        ddp.process_group,
-        _set_up(model, plan, options),
-        limit=time_limit_of(options.timeout),
-        meter=Meter(options.history, model.ddp_bytes()),
-        resumes=True,
-        scales=Scales(options.scaler),
-    )
+    reducer = Reducer(ddp, ddp.process_group, _connection(model, plan, options), resumes=True)
     return _start(reducer, plan, options, lambda runner: _register(runner, ddp))
 
 
 def _attach_replica(model: ReplicaModel, plan: Plan, options: Options) -> Wire:
     with _validating(model, options):
         options.validate(model, plan)
-    reducer = ReplicaReducer(
-        model,
-        _set_up(model, plan, options),
-        limit=time_limit_of(options.timeout),
-        meter=Meter(options.history, model.ddp_bytes()),
-        scales=Scales(options.scaler),
-    )
+    reducer = ReplicaReducer(model, _connection(model, plan, options))
     return _start(reducer, plan, options, lambda runner: start_equal(model))
 
 
@@ -183,7 +170,9 @@ def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
             " the same shard of the other replicas, as attach(model, program, replicas=mesh['replicate']),"
             " with a mesh of dimensions 'replicate' and 'shard'"
         )
-    return ShardedModel(model, replica_group(replicas))
+    sharded = ShardedModel(model, replica_group(replicas))
+    sharded.check_replicas()
+    return sharded
 
 
 def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
@@ -191,14 +180,7 @@ def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
         model.check_no_hooks()
         options.validate(model, plan)
     common = set_up_of({}, described(plan.given), **options.shared(model, plan))
-    reducer = ShardReducer(
-        model,
-        {**_set_up(model, plan, options), "shard": str(model.shard_key)},
-        common,
-        limit=time_limit_of(options.timeout),
-        meter=Meter(options.history, model.ddp_bytes()),
-        scales=Scales(options.scaler),
-    )
+    reducer = ShardReducer(model, _connection(model, plan, options, shard=str(model.shard_key)), common)
 
     def register(runner: Runner) -> None:
         start_equal(model)
@@ -217,9 +199,15 @@ def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
         raise
 
 
-def _set_up(model: AttachedModel, plan: Plan, options: Options) -> SetUp:
-    """Return the values that must be equal on all ranks."""
-    return set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
+def _connection(model: AttachedModel, plan: Plan, options: Options, **subjects: str) -> Connection:
+    """Return how to connect to the other ranks, which must agree on the options and on `subjects`."""
+    set_up = set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
+    return Connection(
+        set_up={**set_up, **subjects},
+        limit=time_limit_of(options.timeout),
+        meter=Meter(options.history, model.ddp_bytes()),
+        scales=Scales(options.scaler),
+    )
 
 
 def _start(

@@ -3,25 +3,31 @@
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
 import thinwire
-from benchmarks.live_job import Job, Plan
+from benchmarks.live_job import Job
+from benchmarks.live_replica import Plan
 from examples import tiny
 from tests import harness
 from tests.surface.test_docs import python_blocks
 from thinwire.integrations import torchft
+from thinwire.lab.namespaces import Lab
+from thinwire.lab.network import plan as network_plan
 
 DILOCO = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -51,6 +57,62 @@ def test_a_replica_dies_and_comes_back_and_all_end_equal(tmp_path: Path, dies_in
         assert "replica-1 left before step" in log
         assert "its residuals of 0.weight, 1.weight are lost" in log
         assert "fallen behind" not in log, "the living keep their state"
+
+
+def check_it_comes_back(
+    job: Job, harm: Callable[[int], None], undo: Callable[[int], None], lasts: float
+) -> None:
+    """Harm replica 1 for longer than the time limit: the others go on, it comes back, and all end equal."""
+    job.await_start()
+    before = job.exchanges(0)[-1]["exchanges"]
+    harm(1)
+    began = time.monotonic()
+    job.await_("two go on", lambda: job.exchanges(0)[-1]["exchanges"] >= before + 2)
+    assert job.exchanges(0)[-1]["replicas"] == ["replica-0", "replica-2"]
+    time.sleep(max(0.0, lasts - (time.monotonic() - began)))
+    undo(1)
+    job.await_("the return", job.all_there)
+    results = job.end()
+    assert not any(job.lives), "no replica was started again"
+    assert len({(one["digest"], one["step"]) for one in results}) == 1, results
+    assert "this replica had fallen behind, and continues at step" in job.log(1, 0)
+    assert all("fallen behind" not in job.log(place, 0) for place in (0, 2)), "the others keep their state"
+
+
+def test_a_replica_that_freezes_for_longer_than_the_time_limit_comes_back(tmp_path: Path) -> None:
+    with Job(Plan(folder=tmp_path, timeout=4.0), harness._context) as job:
+        check_it_comes_back(job, job.freeze, job.thaw, 5.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="replicas enter network namespaces, which takes root")
+def test_a_replica_that_is_cut_off_the_network_comes_back(tmp_path: Path) -> None:
+    with (
+        Lab(network_plan(hosts=4)) as lab,
+        Job(Plan(folder=tmp_path, timeout=4.0), harness._context, lab) as job,
+    ):
+        check_it_comes_back(job, lab.cut, lab.mend, 5.0)
+
+
+def test_a_sharded_replica_commits_on_all_of_its_ranks_or_on_none(tmp_path: Path) -> None:
+    """One rank dies in an exchange. The other ranks of both replicas may have completed theirs."""
+    plan = Plan(folder=tmp_path, replicas=2, shards=2, minimum=1, dies_in=3, timeout=10.0)
+    with Job(plan, harness._context) as job:
+        job.await_("the death", lambda: job.dead(1))
+        job.kill(1)  # as torchrun ends the ranks that are left
+        before = job.exchanges(0)[-1]["exchanges"]
+        job.await_("one goes on", lambda: job.exchanges(0)[-1]["exchanges"] >= before + 2)
+        job.start(1)
+        job.await_("the return", job.all_there)
+        results = job.end()
+        logs = [job.log(0, 0, rank) for rank in range(2)]
+        found = {row["exchanges"]: row["anchors"] for row in job.exchanges(0)}
+        again = {row["exchanges"]: row["anchors"] for row in job.exchanges(1)}
+    assert len(results) == 4
+    assert len({(one["digest"], one["step"]) for one in results}) == 1, results
+    assert again.items() <= found.items(), "the same shards have the same anchors after each exchange"
+    for log in logs:
+        assert log.count("was not committed") == 1, log
+        assert "replica-1 left before step" in log
 
 
 def apart(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
@@ -188,8 +250,8 @@ def test_undisturbed_replicas_end_as_ranks_of_a_fixed_group_do() -> None:
 def page(place: int, address: str) -> int:
     os.environ["TORCHFT_LIGHTHOUSE"] = address
     names: dict[str, Any] = {}
-    (block,) = python_blocks("docs/integrations/torchft.md")
-    exec(block, names)
+    for block in python_blocks("docs/integrations/torchft.md"):
+        exec(block, names)
     batches = iter(tiny.Rows().rows.split(8))
     wire = names["train"](tiny.model(), batches, lambda output: output.square().mean(), steps=6)
     return int(wire.step)
@@ -255,6 +317,14 @@ def refused(_: int) -> None:
             torchft.attach(manager, module, program, optimizer=optimizer)
     with pytest.raises(thinwire.OptionError, match="holds none of the model's parameters"):
         torchft.attach(manager, module, DILOCO, optimizer=torch.optim.SGD(tiny.model().parameters(), lr=1.0))
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    with pytest.raises(thinwire.AttachError, match=r"wrapped in DDP.*shard it with fully_shard"):
+        torchft.attach(manager, ddp, DILOCO, optimizer=optimizer)
+    with (
+        patch.object(manager, "_group_world_size", 2),
+        pytest.raises(thinwire.UnavailableError, match=r"has 2 ranks, and the model is whole on each"),
+    ):
+        torchft.attach(manager, module, DILOCO, optimizer=optimizer)
     torchft.attach(manager, module, DILOCO, optimizer=optimizer)
     with pytest.raises(thinwire.AttachError, match="has a wire already"):
         torchft.attach(manager, module, DILOCO, optimizer=optimizer)

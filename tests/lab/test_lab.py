@@ -176,6 +176,18 @@ def test_a_closed_lab_says_so() -> None:
         lab.start(0, ["true"])
 
 
+def test_a_host_that_is_cut_off_has_no_link_until_it_is_mended() -> None:
+    def without_link() -> set[int]:
+        _, lines = gathered(lab, "ip", "-o", "link", "show", "eth0")
+        return {host for host, _, text in lines if "NO-CARRIER" in text}
+
+    with Lab(plan(hosts=2)) as lab:
+        lab.cut(1)
+        assert without_link() == {1}
+        lab.mend(1)
+        assert without_link() == set()
+
+
 def test_two_labs_at_once_do_not_meet() -> None:
     with Lab(plan(hosts=2, rate="10mbit")) as slow, Lab(plan(hosts=2, rate="100mbit")) as fast:
         own = slow.start(0, ["sh", "-c", "sleep 0.2; echo $THINWIRE_LAB"], stdout=subprocess.PIPE)

@@ -1,6 +1,7 @@
 """Averaged models among replicas that come and go. Whatever fails, the living end with the same model."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import thinwire
 from tests.live_room import Fault, KilledError, Life, Room, run
 from thinwire.strategies.live.roll_call import Row, decide, decoded
+from thinwire.strategies.live.standing import Standing, agree
 
 INT8 = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -168,6 +170,7 @@ def row(**changes: Any) -> Row:
         Row,
         **dict.fromkeys(("set_up", "lineage", "position", "step", "window", "nonce"), st.integers(0, 2**62)),
         final=st.booleans(),
+        mixed=st.booleans(),
         name=st.text(st.characters(codec="ascii", exclude_characters="\0"), max_size=64),
     )
 )
@@ -185,6 +188,40 @@ def test_the_roll_call_finds_what_differs() -> None:
     assert decide([row(set_up=9), row(), row()]).different == {0}
     assert not decide([row(final=True), row()]).final
     assert decide([row(nonce=1)]).exchange != decide([row(nonce=2)]).exchange
+
+
+def test_a_replica_with_shards_of_two_histories_receives_a_state_again() -> None:
+    """Whichever rank it has: the others must not take over such a mixture."""
+    for rows in ([row(lineage=9, mixed=True), row()], [row(), row(lineage=9, mixed=True)]):
+        assert decide(rows).stale == {place for place, one in enumerate(rows) if one.mixed}
+    assert not decide([row(lineage=9, mixed=True)] * 2).blocked, "there is no other"
+
+
+class TwoRanks:
+    """The ranks of a replica, of which the second has other numbers."""
+
+    def __init__(self, **second: int) -> None:
+        self.second = second
+
+    def gather(self, numbers: Sequence[int], step: int) -> list[list[int]]:
+        names = ("connected", "lineage", "fingerprint", "step", "window", "final", "nonce")
+        return [list(numbers), list({**dict(zip(names, numbers, strict=True)), **self.second}.values())]
+
+
+def test_the_ranks_of_a_replica_tell_the_others_the_same() -> None:
+    replica = Life(Room(), 0, 0, INT8).replica
+    replica.step = 7
+
+    def standing(**second: int) -> Standing:
+        return agree(TwoRanks(**second), replica, connected=True, final=False, check=False)
+
+    assert not standing().mixed
+    assert not standing(connected=0).connected
+    assert standing(fingerprint=3).lineage != standing().lineage
+    mixed = standing(lineage=5, step=9)
+    assert (mixed.mixed, mixed.step) == (True, 9), "one rank has received a state, and the other has not"
+    with pytest.raises(thinwire.MismatchError, match="at steps 7, 9"):
+        standing(step=9)
 
 
 def test_a_replica_that_is_set_up_differently_raises_and_the_others_go_on() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import has_comm_hook, in_backward
 from thinwire.ddp.model import parameters_of
 from thinwire.ddp.reducer import Reducer, check_bucket
@@ -62,7 +63,8 @@ def reducer_of(program: Program, process_group: dist.ProcessGroup | None, bucket
         )
     reducers = _reducers.setdefault(ddp, {})
     if group not in reducers:
-        reducers[group] = Reducer(ddp, group, set_up_of(parameters_of(ddp), described(program)))
+        set_up = set_up_of(parameters_of(ddp), described(program))
+        reducers[group] = Reducer(ddp, group, Connection(set_up=set_up))
     return reducers[group]
 
 

@@ -6,22 +6,17 @@ the model.
 
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.amp.loss_scale import Scales
 from thinwire.ddp.buckets import BucketRunner
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import in_backward, reduced_parameters
 from thinwire.ddp.model import Model, parameters_of
 from thinwire.ddp.regroup import laid_out
 from thinwire.ddp.step import StepOwner
-from thinwire.engine.agreement import SetUp, agree_on
-from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.meter import Meter
 from thinwire.errors import UnavailableError, WireError
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Program, Programs, ignores_order, preferred_bytes
@@ -48,11 +43,8 @@ class Reducer(BucketRunner):
     Args:
         ddp: The model.
         group: The ranks to average over.
-        set_up: The values that must be equal on all ranks.
-        limit: The time limit of a collective. None takes that of the group.
-        meter: Records the steps.
+        connection: How to connect to them.
         resumes: Whether the layout of buckets is part of a saved state.
-        scales: The GradScaler that determines the scale of residuals.
 
     Raises:
         MismatchError: Set-ups differ between ranks.
@@ -63,20 +55,14 @@ class Reducer(BucketRunner):
         self,
         ddp: DistributedDataParallel,
         group: dist.ProcessGroup,
-        set_up: SetUp,
+        connection: Connection,
         *,
-        limit: timedelta | None = None,
-        meter: Meter | None = None,
         resumes: bool = False,
-        scales: Scales | None = None,
     ) -> None:
         self.model = Model(ddp)
         self.names = {id(parameter): name for name, parameter in parameters_of(ddp).items()}
-        self.communicator = GroupCommunicator(group, limit)
-        agree_on(set_up, self.communicator.meeting, self.communicator.limit)
-        self.communicator.open()
-        self.engine = Engine(self.communicator, device=self.model.device, meter=meter)
-        super().__init__(StepOwner(self.engine, self.model, scales or Scales(), PlainEvents()))
+        self.communicator, self.engine = connection.open(group, self.model.device)
+        super().__init__(StepOwner(self.engine, self.model, connection.scales, PlainEvents()))
         self.steps.scales.watch(ddp, self.names.keys())
         self._resumes = resumes
         self._buckets = _Sequence(ddp)

@@ -29,7 +29,6 @@ class ShardedModel(ReplicaModel):
     Raises:
         AttachError: Some trained parameters are not sharded, or have no values yet.
         UnavailableError: FSDP reduces across replicas itself, or shards along several meshes.
-        OptionError: `group` is not one of replicas.
     """
 
     reduces_gradients = True
@@ -41,7 +40,6 @@ class ShardedModel(ReplicaModel):
         self.mesh = _mesh_of(self._sharded)
         super().__init__(module, group)
         weakref.finalize(module, self._sharded.clear)
-        _check_replicas(group, self.mesh)
         self.shard_key = shard_key(self.mesh.get_local_rank(), self.mesh.size())
 
     @property
@@ -49,6 +47,18 @@ class ShardedModel(ReplicaModel):
         """The ranks that hold this replica together."""
         found: dist.ProcessGroup = self.mesh.get_group()
         return found
+
+    def check_replicas(self) -> None:
+        """Raise OptionError if the group of replicas holds other shards of this one."""
+        ranks = set(dist.get_process_group_ranks(self.group))
+        shards = set(dist.get_process_group_ranks(self.shard_group))
+        if ranks & shards != {dist.get_rank()}:
+            raise OptionError(
+                f"replicas are the ranks {sorted(ranks)}, and the shards of one replica are on"
+                f" {sorted(shards)}: they may share this rank alone; make the mesh with init_device_mesh("
+                "device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), and give"
+                " replicas=mesh['replicate']"
+            )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the sharded parameters by name. In a forward, the module itself may hold whole ones."""
@@ -136,14 +146,3 @@ def _mesh_of(parameters: dict[str, nn.Parameter]) -> Any:
                 f" thinwire does not exchange: {_ONE_MESH}"
             )
     return first
-
-
-def _check_replicas(group: dist.ProcessGroup, mesh: Any) -> None:
-    ranks = set(dist.get_process_group_ranks(group))
-    shards = set(dist.get_process_group_ranks(mesh.get_group()))
-    if ranks & shards != {dist.get_rank()}:
-        raise OptionError(
-            f"replicas are the ranks {sorted(ranks)}, and the shards of one replica are on {sorted(shards)}:"
-            " they may share this rank alone; make the mesh with init_device_mesh(device, (replicas, shards),"
-            " mesh_dim_names=('replicate', 'shard')), and give replicas=mesh['replicate']"
-        )

@@ -13,20 +13,16 @@ Hooks are public. So are divide factors and dtypes: gradients are taken after FS
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import nn
 
-from thinwire.amp.loss_scale import Scales
 from thinwire.ddp.buckets import BucketRunner
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import queue_callback
 from thinwire.ddp.reducer import PlainEvents
-from thinwire.engine.agreement import SetUp, agree_on
-from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.meter import Meter
+from thinwire.engine.agreement import SetUp
 from thinwire.engine.ops import Steps
 from thinwire.engine.pack import local_part, pack, unpack
 from thinwire.errors import UnavailableError, WireError
@@ -70,35 +66,21 @@ class ShardReducer(BucketRunner):
 
     Args:
         model: The model's handle.
-        set_up: What must be equal in all replicas, for the same shard.
-        common: The part of it that must be equal for all shards too.
-        limit: The time limit of a collective. None takes that of each group.
-        meter: Where steps are recorded.
-        scales: The GradScaler that determines the scale of residuals.
+        connection: How to connect to the same shard of the other replicas.
+        common: What must be equal for all shards too.
 
     Raises:
         MismatchError: Set-ups differ between ranks.
         WireError: A rank did not take part in time.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        set_up: SetUp,
-        common: SetUp,
-        *,
-        limit: timedelta | None = None,
-        meter: Meter | None = None,
-        scales: Scales | None = None,
-    ) -> None:
+    def __init__(self, model: ShardedModel, connection: Connection, common: SetUp) -> None:
         self.model = model
-        self.communicator = GroupCommunicator(model.group, limit)
-        agree_on(set_up, self.communicator.meeting, self.communicator.limit)
-        self._shards = Shards(model.shard_group, limit, model.device)
-        self._shards.compare(common)
-        self.communicator.open()
-        self.engine = Engine(self.communicator, device=model.device, meter=meter)
-        steps = ShardSteps(self.engine, model, scales or Scales(), PlainEvents())
+        self._shards = Shards(
+            model.shard_group, Connection(set_up=common, limit=connection.limit), model.device
+        )
+        self.communicator, self.engine = connection.open(model.group, model.device, self._shards.open)
+        steps = ShardSteps(self.engine, model, connection.scales, PlainEvents())
         steps.shards = self._shards
         super().__init__(steps)
         steps.scales.watch(model.module("attach"), {id(one) for one in model.parameters().values()})

@@ -1,16 +1,15 @@
 """Agreement between the ranks of one replica, each of which holds a shard of the model."""
 
 import contextlib
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.step import StepOwner
-from thinwire.engine.agreement import SetUp, agree_on
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllGather, AllReduce, Steps
 from thinwire.errors import ThinwireError
 
 
@@ -21,32 +20,35 @@ class Shards:
 
     Args:
         group: The ranks that hold the replica together.
-        limit: The time limit of a collective. None takes that of the group.
+        connection: How to connect to them, with what must be equal for all shards.
         device: The device of the gradients.
     """
 
-    def __init__(self, group: dist.ProcessGroup, limit: timedelta | None, device: torch.device) -> None:
-        self._communicator = GroupCommunicator(group, limit)
-        self._device = device
+    def __init__(self, group: dist.ProcessGroup, connection: Connection, device: torch.device) -> None:
+        self._group, self._connection, self._device = group, connection, device
         self._engine: Engine | None = None
 
-    def compare(self, set_up: SetUp) -> None:
+    def open(self) -> None:
         """Compare what must be equal for all shards, then make the process group. Collective."""
-        communicator = self._communicator
-        agree_on(set_up, communicator.meeting, communicator.limit)
-        communicator.open()
-        self._engine = Engine(communicator, device=self._device)
+        _, self._engine = self._connection.open(self._group, self._device)
 
     def all_true(self, flag: torch.Tensor, step: int) -> torch.Tensor:
         """Return whether a scalar bool tensor is true on all ranks of the replica. Collective.
 
         A single shard may overflow. If only its rank skipped the step, shards would be of different steps.
         """
-        if self._communicator.size == 1:
+        if self._group.size() == 1:
             return flag
-        assert self._engine is not None, "compare() comes first"
-        agreement = "the agreement on overflows"
-        agreed = self._engine.submit(_all_true(flag), step=step, label=agreement, last=True, instead=flag)
+        return self._run(_all_true(flag), step, "the agreement on overflows", flag)
+
+    def gather(self, numbers: Sequence[int], step: int) -> list[list[int]]:
+        """Return the numbers of all ranks of the replica, in the order of ranks. Collective."""
+        own = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
+        return self._run(_gathered(own), step, "the agreement within the replica", own).tolist()
+
+    def _run(self, steps: Steps[torch.Tensor], step: int, label: str, instead: torch.Tensor) -> torch.Tensor:
+        assert self._engine is not None, "open() comes first"
+        agreed = self._engine.submit(steps, step=step, label=label, last=True, instead=instead)
         self._engine.guard()
         self._engine.settle()
         result: torch.Tensor = agreed.wait()
@@ -68,6 +70,11 @@ def _all_true(flag: torch.Tensor) -> Steps[torch.Tensor]:
     false = flag.logical_not().to(torch.int32).reshape(1)
     total: torch.Tensor = yield AllReduce(false)
     return (total == 0).reshape(())
+
+
+def _gathered(own: torch.Tensor) -> Steps[torch.Tensor]:
+    rows: torch.Tensor = yield AllGather(own)
+    return rows
 
 
 class ShardSteps(StepOwner):

@@ -138,6 +138,30 @@ class Lab:
         devices = read_devices(f"/proc/{self._open().pid}/net/dev")
         return [devices[f"uplink{group}"].sent for group in range(len(self.network.groups))]
 
+    def network_of(self, host: int) -> Path:
+        """Return the file of a host's network namespace, which a process of root's can enter with `setns`."""
+        return Path(f"/proc/{self._open().pid}/root/proc/{self._inner_pids[host]}/ns/net")
+
+    def cut(self, host: int) -> None:
+        """Cut a host off the network, as if its cable were pulled: connections stay open, silently."""
+        self._set_link(host, "down")
+
+    def mend(self, host: int) -> None:
+        """Connect a host that was cut off."""
+        self._set_link(host, "up")
+
+    def _set_link(self, host: int, state: str) -> None:
+        keeper, own_user = (
+            str(self._open().pid),
+            ["--user", "--preserve-credentials"] if self._as_user else [],
+        )
+        inside = ["nsenter", "--target", keeper, *own_user, "--net", "--"]
+        subprocess.run(
+            [*inside, "ip", "link", "set", f"port{host}", state],
+            check=True,
+            env={**os.environ, "PATH": _PATH},
+        )
+
     def _entering(self, host: int, command: Sequence[str]) -> list[str]:
         """Return a command that enters the lab, then the host, whose process id is valid only in the lab."""
         keeper = self._open().pid

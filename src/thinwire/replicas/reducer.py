@@ -1,17 +1,12 @@
 """The engine and the steps of a module that each rank trains on its own."""
 
-from datetime import timedelta
-
 import torch
 
-from thinwire.amp.loss_scale import Scales
+from thinwire.ddp.connection import Connection
 from thinwire.ddp.reducer import PlainEvents
 from thinwire.ddp.regroup import Regroup
 from thinwire.ddp.step import StepOwner
-from thinwire.engine.agreement import SetUp, agree_on
-from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.meter import Meter, StepTrace
+from thinwire.engine.meter import StepTrace
 from thinwire.replicas.model import ReplicaModel
 
 
@@ -31,31 +26,17 @@ class ReplicaReducer:
 
     Args:
         model: The module's handle.
-        set_up: What must be equal on all ranks.
-        limit: The time limit of a collective. None takes that of the group.
-        meter: Where steps are recorded.
-        scales: The GradScaler of the model's loss.
+        connection: How to connect to the other ranks.
 
     Raises:
         MismatchError: Set-ups differ between ranks.
         WireError: A rank did not take part in time.
     """
 
-    def __init__(
-        self,
-        model: ReplicaModel,
-        set_up: SetUp,
-        *,
-        limit: timedelta | None = None,
-        meter: Meter | None = None,
-        scales: Scales | None = None,
-    ) -> None:
+    def __init__(self, model: ReplicaModel, connection: Connection) -> None:
         self.model = model
-        self.communicator = GroupCommunicator(model.group, limit)
-        agree_on(set_up, self.communicator.meeting, self.communicator.limit)
-        self.communicator.open()
-        self.engine = Engine(self.communicator, device=model.device, meter=meter)
-        self.steps: StepOwner = LocalSteps(self.engine, model, scales or Scales(), PlainEvents())
+        self.communicator, self.engine = connection.open(model.group, model.device)
+        self.steps: StepOwner = LocalSteps(self.engine, model, connection.scales, PlainEvents())
         self.regroup = Regroup()
         model.on_gone(self.engine.close)
 

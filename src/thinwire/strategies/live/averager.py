@@ -16,6 +16,7 @@ from thinwire.strategies.live.exchange import Exchange, Work
 from thinwire.strategies.live.membership import LiveCommunicator, Membership
 from thinwire.strategies.live.replica import Prepared, Replica
 from thinwire.strategies.live.roll_call import Decision, hashed
+from thinwire.strategies.live.standing import OneRank, ReplicaRanks, Standing, agree
 
 logger = logging.getLogger("thinwire")
 
@@ -32,10 +33,11 @@ class LiveAverager:
 
     Args:
         membership: The service that agrees on the replicas of each exchange.
-        replica: This replica's state.
+        replica: This rank's state of its replica.
         exceptions: Parameters that use another program than the configuration's, with that program.
         meter: Where exchanges are recorded.
         check_every: Committed exchanges between two comparisons of the anchors' bits. 0: never.
+        ranks: The ranks of this replica.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class LiveAverager:
         *,
         meter: Meter,
         check_every: int = 0,
+        ranks: ReplicaRanks | None = None,
     ) -> None:
         self.joined = False
         self.replicas: tuple[str, ...] = ()
@@ -55,6 +58,7 @@ class LiveAverager:
         self._exceptions = exceptions
         self._meter = meter
         self._check_every = check_every
+        self._ranks = ranks or OneRank()
 
     def join(self) -> None:
         """Wait for the other replicas' next exchange, and take over their state. Later calls do nothing.
@@ -143,37 +147,57 @@ class LiveAverager:
 
     def _attempt(self, final: bool) -> tuple[Work | None, ThinwireError | None]:
         """Exchange with the replicas that are there; return what was computed, and the failure."""
-        membership, communicator = self._membership, LiveCommunicator(self._membership)
-        work: Work | None = None
-        error: ThinwireError | None = None
-        if membership.error is not None:
-            error = WireError(f"this replica could not connect to the others: {membership.error}")
-            communicator.abort()
+        communicator = LiveCommunicator(self._membership)
+        try:
+            standing = self._standing(final)
+        except BaseException:
+            communicator.abort()  # a rank of this replica is lost, and the others go on without all of it
+            raise
+        if standing.connected:
+            work, error = self._exchange(standing, communicator, final)
         else:
-            engine = Engine(communicator, device=self._replica.device, meter=self._meter, purpose=MODELS)
-            exchange = Exchange(membership, self._replica, engine, self._exceptions)
-            try:
-                work = exchange.run(final=final, check=self._compares())
-                if work.decision.blocked:
-                    error = self._blocked(work.decision)
-                else:
-                    exchange.acknowledge()
-            except WireError as failure:
-                communicator.abort()  # now: the engine's own thread for it may come after `release`
-                error = failure
-            except BaseException as failure:
-                communicator.abort()  # the others fail at once, and go on without this replica
-                if isinstance(failure, Exception):
-                    membership.vote(failure)
-                raise
-            finally:
-                engine.close()
+            reason = self._membership.error or "another of its ranks is not connected"
+            work, error = None, WireError(f"this replica could not connect to the others: {reason}")
+            communicator.abort()
         communicator.release()
         return work, error
 
-    def _compares(self) -> bool:
-        replica = self._replica
-        return bool(self._check_every) and replica.exchanges % self._check_every == 0
+    def _standing(self, final: bool) -> Standing:
+        """Agree with the other ranks of this replica on what to tell the other replicas."""
+        replica, every = self._replica, self._check_every
+        return agree(
+            self._ranks,
+            replica,
+            connected=self._membership.error is None,
+            final=final,
+            check=bool(every) and replica.exchanges % every == 0,
+        )
+
+    def _exchange(
+        self, standing: Standing, communicator: LiveCommunicator, final: bool
+    ) -> tuple[Work | None, ThinwireError | None]:
+        membership, replica = self._membership, self._replica
+        engine = Engine(communicator, device=replica.device, meter=self._meter, purpose=MODELS)
+        exchange = Exchange(membership, replica, standing, engine, self._exceptions)
+        work: Work | None = None
+        error: ThinwireError | None = None
+        try:
+            work = exchange.run(final=final)
+            if work.decision.blocked:
+                error = self._blocked(work.decision)
+            else:
+                exchange.acknowledge()
+        except WireError as failure:
+            communicator.abort()  # now: the engine's own thread for it may come after `release`
+            error = failure
+        except BaseException as failure:
+            communicator.abort()  # the others fail at once, and go on without this replica
+            if isinstance(failure, Exception):
+                membership.vote(failure)
+            raise
+        finally:
+            engine.close()
+        return work, error
 
     def _blocked(self, decision: Decision) -> ThinwireError:
         """Return why replicas do not fit together; raise it if this one does not fit and cannot be helped."""
@@ -243,7 +267,7 @@ class LiveAverager:
         for name, buffer in work.buffers.items():
             replica.buffers[name].copy_(buffer)
         if replica.config.optimizer_state == "reset":
-            reset_states([replica.parameters[name] for name in names], replica.optimizers)
+            reset_states([replica.trained[name] for name in names], replica.optimizers)
         replica.exchanges += len(work.fragments)
         replica.lineage = hashed(replica.lineage, decision.exchange)
         replica.last_exchange, replica.settled = decision.exchange, decision.final

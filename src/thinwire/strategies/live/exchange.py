@@ -1,6 +1,5 @@
 """One exchange among the replicas that are there. Nothing of it is applied here."""
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,8 @@ from thinwire.strategies.averaging.points import Point
 from thinwire.strategies.averaging.shared_state import share_buffers
 from thinwire.strategies.live.membership import Membership
 from thinwire.strategies.live.replica import Replica
-from thinwire.strategies.live.roll_call import Decision, Row, decide, decoded, gather_rows, hashed
+from thinwire.strategies.live.roll_call import Decision, Row, decide, decoded, gather_rows
+from thinwire.strategies.live.standing import Standing
 
 
 @dataclass(eq=False)
@@ -48,25 +48,31 @@ class Exchange:
     Args:
         membership: The membership, after its `begin`.
         replica: This replica's state. Nothing of it is changed.
+        standing: What its ranks have agreed on.
         engine: The engine, on a communicator of this exchange.
         exceptions: Parameters that use another program than the configuration's, with that program.
     """
 
     def __init__(
-        self, membership: Membership, replica: Replica, engine: Engine, exceptions: Mapping[str, Program]
+        self,
+        membership: Membership,
+        replica: Replica,
+        standing: Standing,
+        engine: Engine,
+        exceptions: Mapping[str, Program],
     ) -> None:
         self._replica = replica
+        self._standing = standing
         self._membership = membership
         self._exceptions = exceptions
         self._engine = engine
         self._members = Members(tuple(range(membership.size)), membership.rank, membership.size)
 
-    def run(self, *, final: bool, check: bool) -> Work:
+    def run(self, *, final: bool) -> Work:
         """Run the exchange, up to the point where this replica has received everything.
 
         Args:
             final: Whether this replica has ended its training.
-            check: Whether to compare the anchors' bits too.
 
         Returns:
             What to apply. If the decision is blocked, there is nothing to apply.
@@ -75,7 +81,7 @@ class Exchange:
             WireError: A replica died or stalled.
             DivergedError: This replica's model holds inf or NaN.
         """
-        work = Work(self._roll_call(final, check))
+        work = Work(self._roll_call(final))
         if not work.decision.blocked:
             self._average(work)
         return work
@@ -91,18 +97,17 @@ class Exchange:
         """
         self._run(_acknowledge(self._replica.device), "the acknowledgement")
 
-    def _roll_call(self, final: bool, check: bool) -> Decision:
-        replica, membership = self._replica, self._membership
-        anchors = replica.anchors  # takes them before the lineage is read
-        assert anchors is not None
+    def _roll_call(self, final: bool) -> Decision:
+        replica, membership, standing = self._replica, self._membership, self._standing
         own = Row(
             set_up=replica.set_up,
-            lineage=hashed(replica.lineage, replica.fingerprint()) if check else replica.lineage,
+            lineage=standing.lineage,
             position=membership.position,
-            step=replica.step,
-            window=replica.window,
+            step=standing.step,
+            window=standing.window,
             final=final,
-            nonce=secrets.randbits(62),
+            mixed=standing.mixed,
+            nonce=standing.nonce,
             name=membership.name,
         )
         gathered = self._run(gather_rows(own, replica.device), "the roll call")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count
+from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
 from thinwire.programs.memory import Memory, Staged
@@ -19,6 +20,7 @@ from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenl
 from thinwire.strategies.averaging.local_parts import quietly
 from thinwire.strategies.averaging.policy import Averaging, OuterLoop
 from thinwire.strategies.averaging.state import check_tensors
+from thinwire.strategies.live.optimizer_state import load_local_state, local_state
 from thinwire.strategies.live.roll_call import hashed
 
 logger = logging.getLogger("thinwire")
@@ -38,7 +40,7 @@ class Replica:
     """One replica's model with its anchors, outer optimizer, memory and counts.
 
     Args:
-        module: The model, whole in this process.
+        module: The model: whole in this process, or sharded by FSDP2 over the ranks of the replica.
         optimizers: The optimizers that step it.
         config: What is exchanged, and when.
         set_up: A hash of all that must be equal on all replicas.
@@ -54,9 +56,10 @@ class Replica:
         set_up: int,
         share_optimizer: bool,
     ) -> None:
-        self.parameters = {
+        self.trained = {
             original_name(name): one for name, one in module.named_parameters() if one.requires_grad
         }
+        """The trained parameters by name, as optimizers hold them."""
         self.buffers = {original_name(name): one for name, one in module.named_buffers()}
         self.optimizers = list(optimizers)
         self.config, self.set_up = config, set_up
@@ -74,6 +77,11 @@ class Replica:
         self._fresh = True
 
     @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each trained parameter by name, sharing its memory."""
+        return {name: local_part(one) for name, one in self.trained.items()}
+
+    @property
     def loop(self) -> OuterLoop:
         """The outer optimizer's options."""
         loop = self.config.outer_loop
@@ -85,7 +93,6 @@ class Replica:
         """The anchors. They are taken from the parameters when first asked for."""
         if self._anchors is None:
             self._anchors = Anchors(self.parameters, self.fragments, self.loop.optimizer)
-            self.lineage = hashed("start", self.fingerprint())
         return self._anchors
 
     @property
@@ -95,8 +102,7 @@ class Replica:
 
     def fingerprint(self) -> int:
         """Return a hash of the anchors' bits."""
-        assert self._anchors is not None
-        return hashed(fingerprints(self._anchors[name] for name in self.parameters).tolist())
+        return hashed(fingerprints(self.anchors[name] for name in self.parameters).tolist())
 
     def count_step(self) -> None:
         """Count a training step."""
@@ -107,8 +113,9 @@ class Replica:
     def return_to_anchors(self, names: Sequence[str] | None = None) -> None:
         """Set parameters to their anchors, in place."""
         with quietly():
-            for name in self.parameters if names is None else names:
-                self.parameters[name].copy_(self.anchors[name])
+            parameters = self.parameters
+            for name in parameters if names is None else names:
+                parameters[name].copy_(self.anchors[name])
 
     def residual_names(self) -> list[str]:
         """Return the parameters that have a residual."""
@@ -125,7 +132,7 @@ class Replica:
             "outer": self.anchors.state_dict(),
             "buffers": copied(self.buffers),
             "shared": self.memory.shared().state_dict(),
-            "optimizers": [copied(one.state_dict()) for one in self.optimizers] if sends_optimizer else None,
+            "optimizers": list(map(local_state, self.optimizers)) if sends_optimizer else None,
         }
 
     def receive(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +154,7 @@ class Replica:
         self.settled = state["settled"]
         if state["optimizers"] is not None and not trained:
             for one, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                one.load_state_dict(copied(saved))
+                load_local_state(one, saved)
         self._fresh = False
         if trained:
             logger.warning(
@@ -183,7 +190,7 @@ class Replica:
             "exchange": self.last_exchange,
             "window": self.window,
             "outer": self.anchors.state_dict(),
-            "parameters": copied(dict(self.parameters)),
+            "parameters": copied(self.parameters),
             "buffers": copied(self.buffers),
             "memory": self.memory.state_dict(),
         }

@@ -13,7 +13,7 @@ import torch
 from thinwire.engine.ops import AllGather, Steps
 
 _NAME_BYTES = 64
-_NUMBERS = 7
+_NUMBERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Row:
         step: Training steps of the job, as this replica counts them.
         window: Training steps since this replica's parameters were last equal to its anchors.
         final: Whether this replica has ended its training, and only waits for the models to be equal.
+        mixed: Whether this replica's shards come from different exchanges.
         nonce: A random number, which makes the exchange unique.
         name: The replica's name.
     """
@@ -37,6 +38,7 @@ class Row:
     step: int
     window: int
     final: bool
+    mixed: bool = False
     nonce: int
     name: str
 
@@ -50,7 +52,7 @@ class Row:
 
 def decoded(numbers: torch.Tensor) -> Row:
     """Return the row that `Row.encoded` has written."""
-    set_up, lineage, position, step, window, final, nonce = numbers[:_NUMBERS].tolist()
+    set_up, lineage, position, step, window, final, mixed, nonce = numbers[:_NUMBERS].tolist()
     letters = bytes(numbers[_NUMBERS:].contiguous().view(torch.uint8).tolist())
     return Row(
         set_up=set_up,
@@ -59,6 +61,7 @@ def decoded(numbers: torch.Tensor) -> Row:
         step=step,
         window=window,
         final=bool(final),
+        mixed=bool(mixed),
         nonce=nonce,
         name=letters.rstrip(b"\0").decode(errors="ignore"),
     )
@@ -104,7 +107,7 @@ def decide(rows: Sequence[Row]) -> Decision:
     """Return what follows from the rows of all replicas, by rank.
 
     Of two set-ups or lineages the more frequent one is kept, and of equally frequent ones that of the lowest
-    rank.
+    rank. The lineage of a replica whose shards are mixed is kept only if there is no other.
     """
     return Decision(
         names=tuple(row.name for row in rows),
@@ -113,7 +116,9 @@ def decide(rows: Sequence[Row]) -> Decision:
         final=all(row.final for row in rows),
         exchange=hashed(*(row.nonce for row in rows)),
         different=_others([row.set_up for row in rows]),
-        stale=_others([row.lineage for row in rows]),
+        stale=_others(
+            [row.lineage for row in rows], among=[row.lineage for row in rows if not row.mixed] or None
+        ),
         first=max(row.position for row in rows) == 0,
     )
 
@@ -124,7 +129,8 @@ def hashed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 17
 
 
-def _others(values: Sequence[int]) -> frozenset[int]:
-    """Return the places whose value is not the most frequent one, or the first of several such."""
-    kept, _ = Counter(values).most_common(1)[0]  # in order of first occurrence where counts are equal
+def _others(values: Sequence[int], among: Sequence[int] | None = None) -> frozenset[int]:
+    """Return the places whose value is not the most frequent one (of `among`), or the first of several."""
+    # In the order of their first occurrence, where counts are equal.
+    kept, _ = Counter(among or values).most_common(1)[0]
     return frozenset(place for place, value in enumerate(values) if value != kept)

@@ -1,0 +1,284 @@
+"""torchft's manager for thinwire: made for replicas of one or several ranks, and used as a membership."""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.codecs.checks import check_whole
+from thinwire.errors import AttachError, UnavailableError, WireError
+
+try:
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.checkpointing import HTTPTransport
+    from torchft.manager import WorldSizeMode
+except ImportError as error:
+    raise UnavailableError(
+        f"thinwire.integrations.torchft needs torchft ({error}): pip install torchft-nightly"
+    ) from error
+
+KEY = "thinwire"
+"""The key of thinwire's state in that of a manager."""
+_BETWEEN_RETRIES = 2.0
+"""Seconds between two attempts to reach a lighthouse."""
+_VOTE_LIMITS = 4
+"""The limits that a rank waits for the votes of its replica's other ranks, which may connect, receive a state
+and wait for a collective, each for the time of one limit."""
+
+
+def make_manager(
+    *,
+    min_replicas: int,
+    lighthouse: str | None = None,
+    shards: DeviceMesh | dist.ProcessGroup | None = None,
+    name: str | None = None,
+    host: str | None = None,
+    timeout: timedelta | float = 60.0,
+    quorum_timeout: timedelta | float = 3600.0,
+    connect_timeout: timedelta | float = 10.0,
+) -> Manager:
+    """Return a manager of torchft on Gloo. Call it on every rank of a replica.
+
+    A lighthouse that does not answer any more is asked again every two seconds, until `quorum_timeout`.
+
+    Args:
+        min_replicas: The number of replicas that an exchange needs to be committed.
+        lighthouse: The address of the lighthouse, as `"http://host:29510"`. None takes it from the variable
+            TORCHFT_LIGHTHOUSE.
+        shards: The ranks of this replica, each of which holds a shard of its model: the mesh that was given
+            to `fully_shard`, or its process group. None: this process holds the whole model.
+        name: The replica's name in logs, the same after each restart. None: host and process.
+        host: The name or address by which other replicas reach this host. None: its name.
+        timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
+            A stalled replica holds the others up for so long.
+        quorum_timeout: Seconds to wait for enough replicas. It must exceed the time between two exchanges,
+            because a replica that joins waits for the next one.
+        connect_timeout: Seconds to wait for the lighthouse.
+
+    Raises:
+        WireError: There is no lighthouse.
+        OptionError: An option is not valid.
+    """
+    check_whole("min_replicas", min_replicas, 1, "replicas that an exchange needs")
+    address = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+    if not address:
+        raise WireError(
+            "there is no lighthouse: give its address, as lighthouse='http://host:29510', or set"
+            " TORCHFT_LIGHTHOUSE. Start one on a host that all replicas reach, with"
+            f" `torchft_lighthouse --min_replicas {min_replicas}`"
+        )
+    group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
+    limit, patience, host = _time(timeout), _time(quorum_timeout), host or socket.gethostname()
+    options = {
+        "pg": _GlooAt(host, limit),
+        "load_state_dict": None,
+        "state_dict": None,
+        "min_replica_size": min_replicas,
+        "use_async_quorum": False,
+        "timeout": limit,
+        "quorum_timeout": patience,
+        "connect_timeout": _time(connect_timeout),
+        "rank": 0 if group is None else group.rank(),
+        "world_size": 1 if group is None else group.size(),
+        "lighthouse_addr": address,
+        "hostname": host,
+        "checkpoint_transport": _TransportAt(host, limit),
+        "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
+    }
+    if options["rank"]:
+        return _later_manager(group, options)
+    return _first_manager(group, options, name or f"{socket.gethostname()}-{os.getpid()}")
+
+
+def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], name: str) -> Manager:
+    """Return the manager of a replica's first rank, after telling the other ranks where to find it."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    told = _Told(options["hostname"], store.port, name)
+    try:
+        manager = Manager(**options, store_addr="localhost", store_port=store.port, replica_id=name)
+    except RuntimeError as error:
+        told.error = (
+            f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
+            f" replicas reach, with `torchft_lighthouse --min_replicas {options['min_replica_size']}`, and"
+            f" check the address. (torchft said: {str(error).partition(chr(10))[0]})"
+        )
+        raise WireError(told.error) from error
+    finally:
+        _from_first(group, told)
+    manager.thinwire_store = store  # it must live as long as the manager
+    return manager
+
+
+def _later_manager(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Manager:
+    """Return the manager of another rank of a replica, when there is one on the first rank."""
+    told = _from_first(group)
+    if told.error is not None:
+        raise WireError(told.error)
+    return Manager(**options, store_addr=told.host, store_port=told.port, replica_id=told.name)
+
+
+@dataclass
+class _Told:
+    """What the first rank of a replica tells the others.
+
+    Attributes:
+        host: The host of the store that the replica's managers share.
+        port: Its port.
+        name: The replica's name.
+        error: Why there is no manager on the first rank, or None.
+    """
+
+    host: str
+    port: int
+    name: str
+    error: str | None = None
+
+
+def _from_first(group: dist.ProcessGroup | None, told: _Told | None = None) -> Any:
+    """Return what the first rank of a replica tells the others. Collective."""
+    texts: list[_Told | None] = [told]
+    if group is not None and group.size() > 1:
+        dist.broadcast_object_list(texts, group_src=0, group=group)
+    return texts[0]
+
+
+class _GlooAt(ProcessGroupGloo):
+    """A group whose store is at an address of the caller's choice. torchft takes the host's name."""
+
+    def __init__(self, host: str, limit: timedelta) -> None:
+        super().__init__(timeout=limit)
+        self._host = host
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the other replicas need to connect."""
+        handle = json.loads(super().get_reconfigure_handle())
+        handle["store"] = f"{self._host}:{handle['store'].rpartition(':')[2]}"
+        return json.dumps(handle)
+
+
+class _TransportAt(HTTPTransport):
+    """A transport of states from an address of the caller's choice. torchft takes the host's name."""
+
+    def __init__(self, host: str, limit: timedelta) -> None:
+        self._host = host  # before the constructor, which logs the address
+        super().__init__(timeout=limit, num_chunks=0)
+
+    def address(self) -> str:
+        """Return the address that a replica reads a state from."""
+        port = urlsplit(super().address()).port
+        return f"http://{self._host}:{port}/checkpoint/"
+
+
+class ManagerMembership:
+    """torchft's manager as thinwire's membership.
+
+    Args:
+        manager: The manager.
+
+    Raises:
+        UnavailableError: The manager's set-up is not supported.
+        AttachError: The manager has a wire already.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        if manager._use_async_quorum:
+            raise UnavailableError(
+                "the manager computes its quorum asynchronously, and a replica would train on parameters that"
+                " are replaced meanwhile: give Manager(use_async_quorum=False), or use make_manager"
+            )
+        if manager._replica_world_size_mode != WorldSizeMode.DYNAMIC:
+            raise UnavailableError(
+                f"world_size_mode={manager._replica_world_size_mode} keeps spare replicas, which thinwire"
+                " does not: leave world_size_mode out"
+            )
+        if KEY in manager._user_state_dicts:
+            raise AttachError("this manager has a wire already: make a manager for each model")
+        self.manager = manager
+        self.group = manager._pg
+        self.limit: timedelta = manager._timeout
+        self.patience: timedelta = manager._quorum_timeout
+        self.name: str = manager._replica_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def own_rank(self) -> int:
+        """The number of this rank in its replica."""
+        return int(self.manager._group_rank)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of this replica."""
+        return int(self.manager._group_world_size)
+
+    @property
+    def rank(self) -> int:
+        """This replica's place in the quorum."""
+        rank: int | None = self.manager.participating_rank()
+        return 0 if rank is None else rank
+
+    @property
+    def size(self) -> int:
+        """The number of replicas in the quorum."""
+        return max(1, int(self.manager.num_participants()))
+
+    @property
+    def minimum(self) -> int:
+        """The manager's min_replica_size."""
+        return int(self.manager._min_replica_size)
+
+    @property
+    def position(self) -> int:
+        """The manager's step."""
+        return int(self.manager.current_step())
+
+    @property
+    def error(self) -> str | None:
+        """What the manager could not do in this quorum."""
+        found = self.manager.errored()
+        return None if found is None else str(found.original_exception)
+
+    def begin(self) -> None:
+        """Wait for the quorum. The manager gives this replica a live peer's state if it is behind."""
+        try:
+            self.manager.start_quorum()
+        except (TimeoutError, RuntimeError) as error:
+            raise WireError(
+                f"there was no quorum within {self.patience.total_seconds():g} s: too few replicas are there,"
+                " or the lighthouse is gone. Start more replicas, or lower the lighthouse's --min_replicas."
+                " If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
+                f" restarted, give Manager(quorum_retries=...). (torchft said: {error})"
+            ) from error
+
+    def vote(self, error: Exception | None) -> bool:
+        """Report an error, and return whether the manager commits."""
+        if error is not None:
+            self.manager.report_error(error)
+        try:
+            return bool(self.manager.should_commit(timeout=_VOTE_LIMITS * self.limit))
+        except TimeoutError as failure:
+            raise WireError(
+                f"another rank of this replica did not vote on the exchange within"
+                f" {_VOTE_LIMITS * self.limit.total_seconds():g} s: restart all ranks of this replica"
+            ) from failure
+        except RuntimeError as failure:
+            raise WireError(
+                f"exchanges fail again and again ({failure}): the log tells why. Start more replicas, lower"
+                " min_replica_size, or leave out max_retries"
+            ) from failure
+
+    def fall_behind(self) -> None:
+        """Set the manager's step back, so that it asks for a live peer's state."""
+        self.manager.load_state_dict({**self.manager.state_dict(), "step": 0})
+
+    def abort(self) -> None:
+        """Close the connections of the quorum's process group."""
+        self.group.abort()
+
+
+def _time(seconds: timedelta | float) -> timedelta:
+    return seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
