@@ -413,7 +413,8 @@ def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgo
             queued.wait(5)
 
     def waits() -> Steps[torch.Tensor]:
-        return (yield Await(found))
+        value: torch.Tensor = yield Await(found)
+        return value
 
     def completes() -> Steps[torch.Tensor]:
         found.set_result(torch.ones(()))
