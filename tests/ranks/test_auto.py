@@ -11,7 +11,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 from tests.surface.test_docs import python_blocks
-from thinwire import OptionError
+from thinwire import MismatchError, OptionError
 from thinwire.plan import auto
 from thinwire.plan.network import Link, Network
 from thinwire.plan.probe import Probe, probe_group
@@ -100,6 +100,25 @@ def test_over_loopback_it_probes_and_says_dont() -> None:
     assert network == other, "ranks must derive the same network"
     assert network.link.up > 1e7
     assert 0 <= network.link.latency < 0.1
+
+
+def unplannable(rank: int, world_size: int) -> str:
+    def choice(strategy: Any, network: Network) -> dict[str, Any]:
+        raise ValueError("this candidate cannot be planned")
+
+    setattr(Probe, "run", slow_network)  # noqa: B010 - mypy does not allow the assignment
+    setattr(auto.AutoStrategy, "_choice", choice)  # noqa: B010
+    ddp = DDP(mlp(layers=1))
+    wire = thinwire.attach(ddp, thinwire.Auto(after=3))
+    with pytest.raises((ValueError, MismatchError)) as raised:
+        train(wire, ddp, rank, 0, 5)
+    return str(raised.value)
+
+
+def test_a_plan_that_fails_on_rank_0_is_an_error_on_all() -> None:
+    first, second = run_ranks(unplannable, 2)
+    assert first == "this candidate cannot be planned"
+    assert second == "rank 0 raised: ValueError: this candidate cannot be planned"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from thinwire import (
     Quantize,
     RandomEntries,
     RandomK,
+    Reduced,
     Sign,
     SignBits,
     Steps,
@@ -147,13 +148,13 @@ def test_half_precision_gradients_have_a_float32_residual() -> None:
     assert ranks.kept(0, RESIDUAL).dtype == torch.float32
 
 
-def test_a_half_precision_residual_of_another_program_becomes_float32() -> None:
-    ranks = SimulatedRanks(PowerSGD(rank=1, min_compression=1, warmup=0), {"p": (8, 8)}, 2)
-    gradients = [normal(rank, 64).bfloat16() for rank in range(2)]
-    ranks.step(gradients)
-    assert ranks.kept(0, RESIDUAL).dtype == torch.bfloat16
-    ranks.program = Int8()
-    ranks.step(gradients)
+@pytest.mark.parametrize("program", [Int8(), PowerSGD(rank=1, min_compression=1, warmup=0)], ids=str)
+def test_a_half_precision_residual_of_an_earlier_version_becomes_float32(program: Program) -> None:
+    ranks = SimulatedRanks(program, {"p": (8, 8)}, 2)
+    for memory in ranks.memories:
+        memory.put("p", RESIDUAL, torch.zeros(8, 8, dtype=torch.bfloat16))
+        memory.put("p", "q 1x8", torch.ones(1, 8, dtype=torch.bfloat16))
+    ranks.step([normal(rank, 64).bfloat16() for rank in range(2)])
     assert ranks.kept(0, RESIDUAL).dtype == torch.float32
 
 
@@ -316,3 +317,35 @@ def test_stochastic_codes_do_not_wrap() -> None:
             SimulatedRanks(TwoShot(Quantize(bits=bits, stochastic=True)), {"p": x.shape}, 1).step([x])[0].mean
         )
         assert (back > 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: inner,
+        lambda inner: AcrossNodes(inner, node_size=1),
+        lambda inner: Partition([("p", inner)]),
+    ],
+    ids=["alone", "AcrossNodes", "Partition"],
+)
+def test_infinity_in_half_precision_is_not_clamped_to_a_number(
+    around: Callable[[Program], Program], dtype: torch.dtype
+) -> None:
+    """A program around another one sees its mean alone, whose range is that of the gradients."""
+    program = around(ErrorFeedback(Gathered(LargestEntries(ratio=0.1, block=64, values="fp32"))))
+    ranks = SimulatedRanks(program, {"p": (64,), "q": (8,)}, 2)
+    gradients = [normal(rank, 72).to(dtype) for rank in range(2)]
+    gradients[1][3] = torch.inf
+    assert not any(map(ranks.holds, ranks.step(gradients)))
+    assert all(memory.state_dict() == {} for memory in ranks.memories)
+
+
+@pytest.mark.parametrize("exchange", [Reduced, Gathered, TwoShot])
+def test_a_nan_in_a_padded_block_is_noticed_whichever_position_is_drawn(exchange: Any) -> None:
+    """Of a short block the drawn position may be padding, which no rank decodes."""
+    for seed in range(8):
+        ranks = SimulatedRanks(ErrorFeedback(exchange(RandomEntries(ratio=0.1, seed=seed))), {"p": (11,)}, 2)
+        gradients = list(normal(seed, 2, 11))
+        gradients[0][10] = torch.nan
+        assert not any(map(ranks.holds, ranks.step(gradients)))

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from thinwire import AllGather, AllReduce, ProgramError, Steps, WireError
 from thinwire.engine.engine import Engine
+from thinwire.engine.messages import tag_of
 from thinwire.engine.ops import Await, Collective, among
 from thinwire.engine.order import order
+from thinwire.engine.pending import PendingFuture
 
 
 class Meeting:
@@ -389,3 +391,55 @@ def test_a_message_is_followed_by_the_next_one_before_later_buckets_arrive() -> 
     engine.settle()
     assert peer.turns == [(0, 0), (0, 1), None, None]
     engine.close()
+
+
+class Waiting(Echo):
+    """A peer for programs that wait for a future of their own process."""
+
+    def issue(self, op: Collective | Await, turn: tuple[int, int] | None = None) -> Any:
+        return PendingFuture(op.future, self.limit) if isinstance(op, Await) else super().issue(op, turn)
+
+
+def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgotten() -> None:
+    """The thread would wait for a future that only that program completes."""
+    engine, returning, queued = engine_on(Waiting(limit=5, delay=0.05)), threading.Event(), threading.Event()
+    scheduler, found = engine._scheduler, torch.futures.Future[torch.Tensor]()
+    advance = scheduler.advance
+
+    def paused(*, wait: bool) -> None:
+        advance(wait=wait)
+        if threading.current_thread() is engine._thread and not returning.is_set():
+            returning.set()
+            queued.wait(5)
+
+    def waits() -> Steps[torch.Tensor]:
+        value: torch.Tensor = yield Await(found)
+        return value
+
+    def completes() -> Steps[torch.Tensor]:
+        found.set_result(torch.ones(()))
+        yield AllReduce(torch.zeros(1))
+        return torch.ones(())
+
+    setattr(scheduler, "advance", paused)  # noqa: B010 - mypy does not allow the assignment
+    submit(engine, staged(1), label="a", last=False)
+    submit(engine, waits(), label="b", last=False)
+    assert returning.wait(5)
+    submit(engine, completes(), label="c", last=True)
+    queued.set()
+    engine.settle()
+    engine.close()
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 4095), st.integers(0, 7)), min_size=2, unique=True),
+    words=st.lists(st.text(max_size=3), min_size=2),
+)
+def test_messages_of_different_turns_never_share_a_tag(
+    turns: list[tuple[int, int]], words: list[str]
+) -> None:
+    """Ranks may issue them in different orders, and Gloo would mix them up."""
+    tags = {turn: {tag_of(turn, word) for word in words} for turn in turns}
+    assert len(set().union(*tags.values())) == sum(map(len, tags.values()))
+    assert all(0 <= tag < 1 << 31 for own in tags.values() for tag in own)
+    assert not set().union(*tags.values()) & {tag_of(None, word) for word in words}

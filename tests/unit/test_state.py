@@ -207,3 +207,16 @@ def test_states_of_scalers_that_went_apart_are_brought_to_one_scale() -> None:
     assert state["scale"] == 128.0
     assert state["memory"]["w"]["residual"].tolist() == [256.0, 256.0]  # (512 / 2 + 512 + 0) / 3
     assert state["memory"]["w"]["models: residual"].tolist() == [1.0, 1.0]
+
+
+def test_factors_of_powersgd_need_not_be_equal_to_load_on_another_number_of_ranks() -> None:
+    """In the warm-up each rank computes its own, and unlike hosts differ in the last bits."""
+
+    def saved(rank: int, q: float) -> dict[str, Any]:
+        slots = {"q 1x2": torch.full((1, 2), q), "models: q 1x2": torch.full((1, 2), q)}
+        inner = {"format": 2, "program": "P", "step": 3, "rank": rank, "world_size": 2, "buckets": []}
+        return {f"rank {rank} of 2": ({**inner, "scale": None, "memory": {"w": slots}},)}
+
+    _, states = own_states([saved(0, 1.0), saved(1, 1.0000001)], [Described("P", "P")], 0, 3)
+    for factor in merged(states, lambda entries: {})["memory"]["w"].values():
+        assert factor.tolist() == [[1.0, 1.0]]

@@ -193,9 +193,9 @@ def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tens
     if key in (RESIDUAL, MODEL_RESIDUAL) and tensor.shape != real.shape:
         raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
     if sized is not None:
-        models = key.startswith(f"{MODEL_SCOPE}: ")
-        dtype = torch.promote_types(real.dtype, torch.float32) if models else real.dtype
-        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype != dtype:
+        dtype = torch.promote_types(real.dtype, torch.float32)
+        known = (dtype, real.dtype)  # earlier versions had factors in half precision
+        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype not in known:
             raise StateError(
                 f"the saved {what} has shape {tuple(tensor.shape)} and {tensor.dtype}, not what its name"
                 f" says and {dtype}: the state is damaged, or of a model of another dtype"
@@ -255,7 +255,11 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
             if key in (RESIDUAL, MODEL_RESIDUAL):
                 precise = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision would round
                 merged[name][key] = torch.stack([one.to(precise) for one in tensors]).sum(0) / len(memories)
-            elif len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors):
+            elif _SIZED.fullmatch(key) or (
+                len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors)
+            ):
+                # A factor of PowerSGD is where its next iteration begins. In the warm-up each rank computes
+                # it by itself, and unlike hosts do not get the same last bits.
                 merged[name][key] = tensors[0].clone()
             else:
                 raise StateError(

@@ -15,8 +15,8 @@ class RandomEntries(BlockCodec):
     """One number out of every 1/ratio, at a position drawn from the seed. The others become zero.
 
     Positions are not sent, because every rank derives them from the seed. Encodings of one seed can be
-    summed, so `Reduced` can all-reduce them. It needs error feedback. A non-finite number makes its block's
-    value NaN, whether it is the chosen number or not.
+    summed, so `Reduced` can all-reduce them. It needs error feedback. A block with a non-finite number,
+    chosen or not, decodes to NaN.
 
     Args:
         ratio: Share that is kept. 1/ratio is rounded to a whole number.
@@ -55,8 +55,12 @@ class RandomEntries(BlockCodec):
         return (x.gather(1, self._places(x)) + overflow,)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
-        """Write zeros, and the kept values at their positions."""
-        out.zero_().scatter_(1, self._places(out), *parts)
+        """Write zeros, and the kept values at their positions.
+
+        A block whose value is not finite becomes NaN, all of it, because the position may be in the padding.
+        """
+        (values,) = parts
+        out.copy_((values * 0).abs_().expand_as(out)).scatter_(1, self._places(out), values)
 
     def _places(self, x: torch.Tensor) -> torch.Tensor:
         """Return one position per row, drawn on the CPU because accelerators draw different numbers."""

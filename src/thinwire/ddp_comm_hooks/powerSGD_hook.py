@@ -279,14 +279,15 @@ class TorchPowerSGD(PowerSGD):
         """Return each group's Q, either kept or drawn in torch's order from one seed per bucket."""
         kept = self.state.q_memory_dict
         known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
+        dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
         if self.warm_start and not any(q is None for group in known for q in group):
-            return [torch.stack([q for q in group if q is not None]) for group in known]
+            return [torch.stack([q.to(dtype) for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
         # torch seeds the global generator for a moment. On the wire thread that would change the training
         # thread's random numbers at the same time, such as a dropout mask that is being recomputed.
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         drawn = [_draw(group, bucket.buffer.dtype, generator, together=together) for group in groups]
-        return [qs.to(bucket.buffer) for qs in drawn]
+        return [qs.to(bucket.buffer.device, dtype) for qs in drawn]
 
 
 def _draw(group: Parts, dtype: torch.dtype, generator: torch.Generator, *, together: bool) -> torch.Tensor:

@@ -266,7 +266,8 @@ def _receive(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: boo
     Returns:
         True to advance; False to stop the thread.
     """
-    if not inline and scheduler.await_oldest():
+    # What is in flight may be a future that only a program still in the queue completes.
+    if not inline and (scheduler.has_arrivals or scheduler.await_oldest()):
         return _nothing_stops(inbox)
     if scheduler.mid_step:
         limit = scheduler.communicator.limit.total_seconds()

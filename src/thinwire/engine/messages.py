@@ -5,9 +5,10 @@ queues behind the data, so only one direction of a link is busy at a time. Here 
 anything is sent, and both directions are busy at once. Gloo's own reduce-scatter sends as much as an
 all-reduce. Here it is an all-to-all and a sum.
 
-A message is matched by its tag, which is computed from the turn, the kind and the size of its exchange. Ranks
-whose exchanges differ therefore wait for each other up to the time limit, and raise. If tags were equal, Gloo
-would abort the process if sizes differ, and mix up data if they do not.
+A message is matched by its tag, which contains its turn, and a hash of the kind and the size of its exchange.
+Ranks whose exchanges differ therefore wait for each other up to the time limit, and raise. With equal tags
+Gloo would abort the process where sizes differ, and mix up numbers where they do not. Ranks may issue
+exchanges of different turns in different orders, so no two turns share a tag, which a hash would not promise.
 """
 
 import collections
@@ -29,7 +30,8 @@ Messaged = AllGather | AllToAll | ReduceScatter | Exchange
 Turn = tuple[int, int]
 """A bucket's number in its step, and the stage of its program."""
 
-_TAGS = (1 << 31) - 1
+_BUCKETS, _STAGES, _HASHES = 1 << 12, 1 << 3, 1 << 15
+"""The parts of a turn's tag, of 30 bits in all. A bit above them marks it."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -96,9 +98,22 @@ class Mailbox:
         return works
 
     def _tag(self, op: Collective, turn: Turn | None, message: torch.Tensor) -> int:
-        number = f"{turn} {self._exchanges[turn]}"
-        words = f"{number} {type(op).__name__} {message.numel()} {message.dtype}"
-        return zlib.crc32(words.encode()) & _TAGS
+        number, kind = self._exchanges[turn], type(op).__name__
+        return tag_of(turn, f"{number} {kind} {message.numel()} {message.dtype}")
+
+
+def tag_of(turn: Turn | None, words: str) -> int:
+    """Return the tag of a message, of 31 bits.
+
+    Args:
+        turn: The turn of its exchange, or None if all ranks issue it in the same order.
+        words: What else must be equal on both ranks.
+    """
+    hashed, turns = zlib.crc32(f"{turn} {words}".encode()), _BUCKETS * _STAGES * _HASHES
+    if turn is None:
+        return hashed % turns
+    bucket, stage = turn
+    return turns + (bucket % _BUCKETS * _STAGES + stage % _STAGES) * _HASHES + hashed % _HASHES
 
 
 def cut(group: dist.ProcessGroup) -> None:

@@ -125,6 +125,15 @@ class Scheduler:
                 run.step.agenda.close()
         return self._step
 
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether a queued program could be admitted now. The lock is not needed.
+
+        Another thread may have queued it, and found the lock taken, just before `advance` returned here.
+        """
+        queued = next(iter(tuple(self._arriving)), None)
+        return queued is not None and (self._step is None or queued.step is self._step)
+
     def await_oldest(self) -> bool:
         """Wait for the collective that has been in flight the longest, and record its end.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from thinwire.codecs.checks import check_whole
+from thinwire.engine.agreement import agreeing
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import OptionError
@@ -248,8 +249,11 @@ class AutoStrategy(Strategy):
 
     def _share(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return rank 0's values on all ranks. Collective."""
-        communicator = self.context.reducer.communicator
-        own = json.dumps(make()) if communicator.rank == 0 else ""
+        communicator, own = self.context.reducer.communicator, ""
+        # A plan runs the candidates, the user's own too. If that fails, the other ranks must not wait for it.
+        with agreeing(communicator.meeting, communicator.limit, f"{_KEY} on rank 0"):
+            if communicator.rank == 0:
+                own = json.dumps(make())
         told: dict[str, Any] = json.loads(communicator.meeting.gather(_KEY, own, communicator.limit)[0])
         return told
 

@@ -98,7 +98,7 @@ class ErrorFeedback(Written):
                 " bucket.track_error is set"
             )
         flag = _flag(outcome)
-        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype)
+        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype, flag)
         error = outcome.error if lost is None else outcome.error.add_(lost)
         for name, missed in _lossy(bucket, error):
             memory.put(name, RESIDUAL, missed)
@@ -120,7 +120,7 @@ class ErrorFeedback(Written):
         given = replace(bucket, buffer=exact, track_error=True, residuals=residuals)
         outcome = yield from self.program(given, memory)
         flag = _flag(outcome)
-        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype)
+        mean, lost = _rounded(outcome.mean, bucket.buffer.dtype, flag)
         if lost is not None:
             for name, missed in _lossy(bucket, lost):
                 new[name].add_(numbers_of(missed))
@@ -128,7 +128,7 @@ class ErrorFeedback(Written):
 
 
 def _flag(outcome: Outcome) -> torch.Tensor:
-    """Return whether the mean is finite, before rounding, which clamps infinity to the dtype's range."""
+    """Return whether the mean is finite, before rounding, which clamps it to the dtype's range."""
     return finite(outcome.mean) if outcome.finite is None else outcome.finite
 
 
@@ -145,10 +145,16 @@ def _kept(memory: Memory, name: str, gradient: torch.Tensor) -> torch.Tensor:
     return residual.to(gradient.dtype)
 
 
-def _rounded(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the mean clamped and rounded to `dtype`, and the rounding error, or None if there is none."""
+def _rounded(
+    mean: torch.Tensor, dtype: torch.dtype, finite: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the mean clamped and rounded to `dtype`, and what that removed, or None where it is nothing.
+
+    Clamping would turn infinity into a number. A program around this one, such as `AcrossNodes`, looks at the
+    mean alone, so it is NaN unless all of it was `finite`.
+    """
     if mean.dtype == dtype:
         return mean, None
     limits = torch.finfo(dtype)
-    rounded = mean.clamp(limits.min, limits.max).to(dtype)
+    rounded = torch.where(finite, mean.clamp(limits.min, limits.max).to(dtype), torch.nan)
     return rounded, mean.sub_(rounded)

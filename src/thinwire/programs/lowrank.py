@@ -78,35 +78,45 @@ class Part:
             self._correct()
         return self.rest
 
-    def finish(self, against: str, memory: Memory) -> None:
-        """Write the mean, and keep the gradient minus the mean ("mean") or this rank's share ("sent")."""
-        if self._one_residual() and self.mean.product is not None and not self.rest.numel():
-            self._finish_matrix(against, memory)
-        else:
-            self._finish_pieces(against, memory)
+    def finish(self, against: str, memory: Memory, dtype: torch.dtype) -> None:
+        """Write the mean, and keep the gradient less the mean ("mean") or less this rank's share ("sent").
 
-    def _finish_matrix(self, against: str, memory: Memory) -> None:
+        Args:
+            against: "mean" or "sent".
+            memory: Where the residuals are kept.
+            dtype: The dtype that the mean is rounded to afterwards, which residuals compensate.
+        """
+        if self._one_residual() and self.mean.product is not None and not self.rest.numel():
+            kept = self._finish_matrix(against, memory)
+        else:
+            kept = self._finish_pieces(against, memory)
+        if dtype != self.matrix.dtype:
+            for missed, mean in kept:
+                missed.add_(mean - mean.to(dtype))
+
+    def _finish_matrix(self, against: str, memory: Memory) -> "Pairs":
         """Compute the product and the residual in one pass."""
-        missed = None
-        for name, _, residual in self._residuals:
-            missed = memory.room(name, RESIDUAL, residual)
+        kept = [(memory.room(name, RESIDUAL, residual), view) for name, view, residual in self._residuals]
+        missed = kept[0][0] if kept else None
         if against == "sent" and missed is not None and self.own.product is not None:
             product(*self.own.product, into=self.matrix, missed=missed)
             missed = None
         if self.mean.product is not None:
             product(*self.mean.product, into=self.matrix, missed=missed)
+        return kept
 
-    def _finish_pieces(self, against: str, memory: Memory) -> None:
+    def _finish_pieces(self, against: str, memory: Memory) -> "Pairs":
         """Compute the residual of each parameter after the mean of all."""
-        missed = []
+        kept = []
         for name, view, residual in self._residuals:
-            missed.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
-        if against == "sent" and missed:
+            kept.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
+        if against == "sent" and kept:
             self._write(self.own)
-            _subtract(missed)
+            _subtract(kept)
         self._write(self.mean)
         if against == "mean":
-            _subtract(missed)
+            _subtract(kept)
+        return kept
 
     def _one_residual(self) -> bool:
         """Return whether the matrix has the residual of one parameter, or none."""
@@ -130,6 +140,9 @@ class Result:
     product: tuple[torch.Tensor, torch.Tensor] | None = None
     rest: torch.Tensor | None = None
 
+
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Residuals, with the gradients of the same parameters."""
 
 Parts: TypeAlias = list[Part]
 """Parts whose matrices have one shape.
@@ -165,8 +178,13 @@ def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
 
 
 def refined(group: Parts, qs: torch.Tensor) -> torch.Tensor:
-    """Return M^T P of each matrix M, with P a basis of M Q. All ranks must have the same M."""
-    return transposed_times(group, orthonormal(times(group, orthonormal(qs))))
+    """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have.
+
+    Where M is finite but its products overflow, in float16 above all, Q stays as it is. A non-finite Q would
+    make every later mean NaN.
+    """
+    found = transposed_times(group, orthonormal(times(group, orthonormal(qs))))
+    return torch.where(found.isfinite().all(2, keepdim=True).all(1, keepdim=True), found, qs)
 
 
 def orthonormal(rows: torch.Tensor) -> torch.Tensor:
@@ -181,6 +199,6 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
     return basis.contiguous()
 
 
-def _subtract(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _subtract(pairs: Pairs) -> None:
     for given, got in pairs:
         given.sub_(got)

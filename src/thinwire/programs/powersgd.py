@@ -119,7 +119,8 @@ class PowerSGD(Written):
         """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
         if bucket.step < self.start_steps:
             return (yield from self._start(bucket, memory))
-        parts = self._parts(bucket, memory if self.error_feedback else None)
+        wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
+        parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
         groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
         starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
         first = [times(group, qs) for group, qs in zip(groups, starts, strict=True)]
@@ -135,10 +136,10 @@ class PowerSGD(Written):
         for part, own_value, mean_value in rests:
             part.own.rest, part.mean.rest = own_value, mean_value
         for part in parts:
-            part.finish(self.residual, memory)
+            part.finish(self.residual, memory, bucket.buffer.dtype)
         if self.warm_start:
             self._remember(groups, mean_qs, memory)
-        return Outcome(bucket.buffer)
+        return Outcome(bucket.buffer if wide is bucket.buffer else bucket.buffer.copy_(wide))
 
     @property
     def spares_vectors(self) -> bool:
@@ -167,15 +168,21 @@ class PowerSGD(Written):
     def _start(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Average with 4-bit integers, and update Q from the mean, which needs no exchange."""
         program = ErrorFeedback(_START) if self.error_feedback else _START
-        small = [name for name, shape in zip(bucket.names, bucket.shapes, strict=True) if len(shape) < 2]
-        exact = bucket.exact if self.spares_vectors else frozenset(small)
-        outcome = yield from program(replace(bucket, exact=exact), memory)
+        outcome = yield from program(replace(bucket, exact=self._exact_in(bucket)), memory)
         if self.warm_start:
-            groups = by_shape(self._parts(replace(bucket, buffer=outcome.mean), None))
+            wide = outcome.mean.to(_precise(outcome.mean.dtype))
+            groups = by_shape(self._parts(replace(bucket, buffer=wide), None))
             starts = self._starts(groups, bucket, memory)
             qs = [refined(group, start) for group, start in zip(groups, starts, strict=True)]
             self._remember(groups, qs, memory)
         return outcome
+
+    def _exact_in(self, bucket: Bucket) -> frozenset[str]:
+        """Return what the warm-up sends exactly: what later steps do, as they add no residuals to it."""
+        if self.spares_vectors:
+            return bucket.exact
+        shapes = zip(bucket.names, bucket.shapes, strict=True)
+        return frozenset(name for name, shape in shapes if self._matrix_shape(shape) == (0, 0))
 
     def _parts(self, bucket: Bucket, memory: Memory | None) -> list[Part]:
         """Return one part for each gradient of the bucket, or one for all if flattened.
@@ -210,7 +217,8 @@ class PowerSGD(Written):
             return [], []
         shapes = [tensor.shape for tensor in tensors]
         flat = pack(tensors)
-        encoded = flat.mul(1 / bucket.world_size).to(_DTYPES.get(self.factor_dtype or "", flat.dtype))
+        dtype = _DTYPES.get(self.factor_dtype or "", bucket.buffer.dtype)
+        encoded = flat.mul(1 / bucket.world_size).to(dtype)
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
@@ -218,7 +226,7 @@ class PowerSGD(Written):
 
     def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """Return each matrix's Q of the step before, or a random one, stacked by group."""
-        step = 0 if self.warm_start else bucket.step
+        step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: Part) -> torch.Tensor:
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
@@ -226,12 +234,12 @@ class PowerSGD(Written):
             numbers = torch.randn(
                 part.rank, part.columns, generator=chance, dtype=torch.float32, device=chance.device
             )
-            return numbers.to(bucket.buffer)
+            return numbers.to(bucket.buffer.device, dtype)
 
         if not self.warm_start:
             return [torch.stack([fresh(part) for part in group]) for group in groups]
         return [
-            torch.stack([memory.read(part.name, part.key, partial(fresh, part)) for part in group])
+            torch.stack([memory.read(part.name, part.key, partial(fresh, part)).to(dtype) for part in group])
             for group in groups
         ]
 
@@ -239,3 +247,12 @@ class PowerSGD(Written):
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
                 memory.put(part.name, part.key, q)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in, at least float32.
+
+    A residual may be twice as large as any gradient. In float16 it could be infinite although the mean is
+    not, for good. In bf16 it would lose the small errors that it accumulates.
+    """
+    return torch.promote_types(dtype, torch.float32)
