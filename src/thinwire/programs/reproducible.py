@@ -152,7 +152,7 @@ def _exact_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) 
     first, *others = [one @ other for one in left for other in right]
     for other in others:
         first = first + other
-    return first + 0.0  # turns -0, which only some hosts return, to 0
+    return first
 
 
 def _weights(grams: Sequence[torch.Tensor], bits: int, count: int) -> list[list[torch.Tensor]]:
