@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as torchs
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -22,7 +23,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
-STEPS = 12
+STEPS, WIDTH = 12, 24
 OPTIONS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 
 
@@ -78,18 +79,17 @@ def after_backward(rank: int, hook: Any) -> torch.Tensor:
     return trained(ddp, rank, torch.optim.SGD(ddp.parameters(), **OPTIONS))
 
 
+def functional_of(kit: Any, ddp: DDP) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates its own functional optimizers
+        return _FunctionalSGD(list(ddp.parameters()), **OPTIONS) if kit is torchs else OneByOne()
+
+
 def overlapped(rank: int, hook: Any, kit: Any, some: bool = False) -> torch.Tensor:
     ddp = model()
     parameters = list(ddp.parameters())[:3] if some else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates its own functional optimizers
-        if kit is torchs:
-            functional: Any = _FunctionalSGD(list(ddp.parameters()), **OPTIONS)
-        else:
-            functional = OneByOne()
-    ddp.register_comm_hook(
-        None, kit._hook_then_optimizer(hook, kit._OptimizerHookState(functional, parameters))
-    )
+    state = kit._OptimizerHookState(functional_of(kit, ddp), parameters)
+    ddp.register_comm_hook(None, kit._hook_then_optimizer(hook, state))
     return trained(ddp, rank)
 
 
@@ -137,6 +137,43 @@ def test_the_same_as_after_backward() -> None:
             assert torch.equal(end, by_rank[0][name]), f"{name}: ranks differ"
     assert torch.equal(by_rank[0]["ours"], by_rank[0]["torch's"])
     assert not torch.equal(by_rank[0]["ours"], flat_parameters(mlp(layers=4)))
+
+
+class Detour(nn.Module):
+    """Its second layer is used in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        self.forwards += 1
+        return self.second(hidden) if self.forwards == 1 else hidden
+
+
+def unused(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    results = {}
+    for name, kit in (("ours", ours), ("torch's", torchs)):
+        ddp = DDP(Detour(), find_unused_parameters=True)
+        state = kit._OptimizerHookState(functional_of(kit, ddp))
+        ddp.register_comm_hook(None, kit._hook_then_optimizer(our_hooks.allreduce_hook, state))
+        results[name] = trained(ddp, rank)
+    ddp = DDP(Detour(), find_unused_parameters=True)
+    results["after backward"] = trained(ddp, rank, torch.optim.SGD(ddp.parameters(), **OPTIONS))
+    return results
+
+
+def test_parameters_that_no_rank_used_are_stepped_as_by_torchs() -> None:
+    """By their momentum. An optimizer after backward finds no gradient, and leaves them alone."""
+    for results in run_ranks(unused, 2):
+        assert torch.equal(results["ours"], results["torch's"])
+        used, left = results["ours"].chunk(2)
+        plain, untouched = results["after backward"].chunk(2)
+        assert torch.equal(used, plain)
+        assert not torch.equal(left, untouched)
 
 
 @pytest.mark.parametrize("kit", [ours, torchs])

@@ -5,10 +5,10 @@ import inspect
 import subprocess
 import sys
 import warnings
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -203,6 +203,31 @@ except AttributeError as error:
 def test_help_on_a_way_of_averaging_shows_inherited_options_too(way: Any) -> None:
     shown = inspect.getdoc(way) or ""
     assert [one.name for one in fields(way) if f"\n    {one.name}: " not in shown] == []
+
+
+FREE_TEXT = {"checkpoint_id", "folder", "key", "path"}
+RESULTS = {"AuditRecord", "Bucket", "StepRecord"}
+"""Made by thinwire, and not by its users."""
+
+
+def test_options_of_a_few_words_have_literal_types() -> None:
+    """So that editors complete them, and type checkers refuse others."""
+    public: dict[str, Any] = {
+        name: getattr(module, name) for module in (thinwire, thinwire.telemetry) for name in module.__all__
+    }
+    options = [
+        (name, option.name, option.annotation)
+        for name, thing in public.items()
+        if _has_options(thing) and name not in RESULTS
+        for option in inspect.signature(thing).parameters.values()
+        if option.name not in FREE_TEXT
+    ]
+    assert ("PowerSGD", "residual", Literal["mean", "sent"]) in options
+    assert [(name, option) for name, option, kind in options if kind is str or str in get_args(kind)] == []
+
+
+def _has_options(thing: Any) -> bool:
+    return inspect.isfunction(thing) or is_dataclass(thing)
 
 
 def test_public_names_exist_and_are_documented() -> None:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 import thinwire
 from thinwire.engine.simulate import simulate
+from thinwire.kernels import library
 from thinwire.monitors.audit import Audited, Findings
 from thinwire.monitors.replicas import fingerprints
 from thinwire.programs.block_coder import layout_of_blocks
@@ -97,13 +98,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.parametrize("native", [nullcontext, library.switched_off], ids=["native", "torch"])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_programs_do_not_follow_the_defaults(program: Any) -> None:
+def test_programs_do_not_follow_the_defaults(program: Any, native: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [[torch.randn(LENGTH, generator=generator) for _ in range(2)] for _ in range(3)]
-    expected = under(None, steps, program, gradients)
-    for kind in DEFAULTS:
-        assert same(expected, under(kind, steps, program, gradients)), kind
+    with native():
+        expected = under(None, steps, program, gradients)
+        for kind in DEFAULTS:
+            assert same(expected, under(kind, steps, program, gradients)), kind
 
 
 def beside(values: list[list[torch.Tensor]]) -> list[Any]:
@@ -135,16 +138,36 @@ def test_what_is_done_beside_gradients_does_not_follow_the_defaults() -> None:
         under(kind, thinwire.DiLoCo, 8)  # tries its optimizer on a parameter
 
 
-def test_every_new_tensor_says_its_dtype_and_device() -> None:
-    """Commands and batteries of tests apart: what runs beside training has all defaults to itself."""
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """Function, place and syntax of each call of torch's; commands and batteries of tests apart.
+
+    What runs beside training has all defaults to itself.
+    """
     package = Path(thinwire.__file__).parent
     files = [file for file in package.rglob("*.py") if file.parent.name not in ("bench", "testing")]
-    makes = [
-        (f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}", node)
+    found = [
+        (ast.unparse(node.func), f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}", node)
         for file in files
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in FACTORIES
+        if isinstance(node, ast.Call)
     ]
+    return [(name[6:], text, node) for name, text, node in found if name.startswith("torch.")]
+
+
+def test_every_new_tensor_says_its_dtype_and_device() -> None:
+    makes = [(text, node) for name, text, node in calls() if name in FACTORIES]
     silent = [text for text, node in makes if not {"dtype", "device"} <= {one.arg for one in node.keywords}]
     assert makes
     assert not silent, "\n".join(silent)
+
+
+def test_no_two_numbers_are_chosen_from() -> None:
+    """The result of `torch.where(condition, 0.0, 1.0)` has the default dtype."""
+    choices = [(text, node) for name, text, node in calls() if name == "where"]
+    numbers = [text for text, node in choices if not any(map(_may_be_a_tensor, node.args[1:]))]
+    assert choices
+    assert not numbers, "\n".join(numbers)
+
+
+def _may_be_a_tensor(node: ast.expr) -> bool:
+    return not isinstance(node, ast.Constant) and ast.unparse(node) not in ("torch.inf", "torch.nan")

@@ -1,5 +1,6 @@
 """Bad input to the torch-named averaging, and its programs in simulation."""
 
+import io
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -130,6 +131,15 @@ def test_params() -> None:
 def test_states_that_are_none(options: Any, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         PostLocalSGDState(*options)
+
+
+def test_a_saved_state_loads_by_torch_loads_default() -> None:
+    state, file = PostLocalSGDState(None, None, 3), io.BytesIO()
+    state.iter = 2
+    torch.save({"hook": state}, file)
+    file.seek(0)
+    loaded = torch.load(file)["hook"]
+    assert (loaded.iter, loaded.start_localSGD_iter, loaded.process_group) == (2, 3, None)
 
 
 class Every:

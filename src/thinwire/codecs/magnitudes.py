@@ -63,7 +63,7 @@ def two_means(magnitudes: torch.Tensor, threshold: float) -> tuple[torch.Tensor,
     count = large.sum(1, keepdim=True)
     above = sums_of(torch.where(large, magnitudes, 0.0))
     high, low = above / count.clamp_min(1), (total - above) / (width - count).clamp_min(1)
-    missing = torch.where(total.isfinite(), 0.0, torch.nan)
+    missing = total * 0  # NaN where the total is not finite
     return (
         torch.where(count == width, high, low) + missing,
         torch.where(count == 0, low, high) + missing,

@@ -14,7 +14,8 @@ Differences from torch:
 - `subgroup=None` works without CUDA and with nodes of different sizes. torch asks CUDA for the size of a
   node.
 - `process_group=None` means the DDP model's own process group. torch takes the whole world.
-- A state can be pickled, without its groups. torch's cannot while it has groups.
+- A state can be pickled, without its groups, and `torch.load` accepts it by default. torch's cannot be
+  pickled while it has groups.
 
 Performance:
     Before `start_localSGD_iter` a step sends as much as plain DDP. After it a step sends nothing between
@@ -124,6 +125,9 @@ class PostLocalSGDState:
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
                 logger.info("Local SGD starts after %s steps.", self.iter)
+
+
+torch.serialization.add_safe_globals([PostLocalSGDState])  # so that torch.load accepts one by default
 
 
 def post_localSGD_hook(  # noqa: N802 - torch's name
