@@ -85,7 +85,7 @@ class Ranks:
 
     def residual(self, name: str) -> torch.Tensor:
         """Return the mean of all ranks' residuals."""
-        empty = torch.zeros(self.shapes[name], dtype=self.dtype)
+        empty = torch.zeros(self.shapes[name], dtype=torch.promote_types(self.dtype, torch.float32))
         return torch.stack([memory.slot(name, "residual", empty.clone) for memory in self.memories]).mean(0)
 
 

@@ -40,6 +40,59 @@ def test_nothing_is_lost(world_size: int, buckets: int, **options: Any) -> None:
         torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("options", [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"flatten": True}])
+def test_nothing_is_lost_when_the_warmup_ends(options: dict[str, Any]) -> None:
+    """What is sent uncompressed later has no residual then, so the warm-up may leave none behind."""
+    shapes: dict[str, tuple[int, ...]] = {"w": (40, 30), "small": (5, 5), "bias": (7,)}
+    ranks = Ranks(PowerSGD(rank=2, warmup=2, **options), 3, shapes)
+    given, received = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+    for seed in range(4):
+        gradients = ranks.gradients(seed)
+        mean = ranks.average(gradients)
+        for name in shapes:
+            given[name] += mean_of(gradients, name)
+            received[name] += mean[name]
+    for name in shapes:
+        torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"flatten": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nothing_is_lost_of_half_precision_gradients(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """A residual in half precision would lose what it accumulates, and overflow near the dtype's range."""
+    shapes: dict[str, tuple[int, ...]] = {"w": (40, 30), "bias": (7,)}
+    ranks = Ranks(PowerSGD(rank=2, warmup=1, **options), 3, shapes, dtype)
+    given, received = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+    for seed in range(6):
+        gradients = ranks.gradients(seed)
+        mean = ranks.average(gradients)
+        for name in shapes:
+            given[name] += torch.stack([own[name].float() for own in gradients]).mean(0)
+            received[name] += mean[name].float()
+    # A sum in half precision rounds by itself, and only "mean" hears of it.
+    tolerance = 0.1 if "residual" in options else 1e-4
+    torch.testing.assert_close(received["w"] + ranks.residual("w"), given["w"], rtol=0, atol=tolerance)
+
+
+def test_a_residual_beyond_the_range_of_float16_is_finite() -> None:
+    """This rank's gradient less the mean of all may be twice as large as any of them."""
+    ranks = Ranks(PowerSGD(rank=1, warmup=0, factor_dtype="bf16"), 3, {"w": (4,)}, torch.float16)
+    gradients = [{"w": torch.full((4,), value).half()} for value in (6e4, -6e4, -6e4)]
+    assert ranks.average(gradients)["w"].isfinite().all()
+    gradients = [{"w": -own["w"]} for own in gradients]
+    assert ranks.average(gradients)["w"].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [2e4, 6e4])
+def test_factors_that_overflow_in_the_warmup_do_not_spoil_later_steps(value: float) -> None:
+    """Of a float16 matrix of large numbers, Q overflows although the gradient and its mean do not."""
+    ranks = Ranks(PowerSGD(rank=1, warmup=2), 2, {"w": (64, 64)}, torch.float16)
+    for _ in range(2):
+        assert ranks.average([{"w": torch.full((64, 64), value).half()}] * 2)["w"].isfinite().all()
+    for seed in range(2):
+        assert ranks.average(ranks.gradients(seed))["w"].isfinite().all()
+
+
 @given(st.integers(1, 4), st.integers(0, 10**6))
 def test_a_matrix_of_no_higher_rank_arrives_exactly(rank: int, seed: int) -> None:
     ranks = Ranks(PowerSGD(rank=rank, min_compression=0.1, warmup=0), 1, {"w": (30, 20)}, torch.float64)
