@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
@@ -25,9 +27,11 @@ from benchmarks.live_replica import Plan
 from examples import tiny
 from tests import harness
 from tests.surface.test_docs import python_blocks
+from thinwire.engine.pack import local_part
 from thinwire.integrations import torchft
 from thinwire.lab.namespaces import Lab
 from thinwire.lab.network import plan as network_plan
+from thinwire.monitors.replicas import fingerprints
 
 DILOCO = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -201,50 +205,61 @@ def test_a_saved_replica_resumes_bit_by_bit_with_the_managers_step(tmp_path: Pat
     apart(resumed, 1, tmp_path)
 
 
-def native(rank: int, size: int) -> str:
-    module = nn.Sequential(nn.Linear(tiny.WIDTH, 8), nn.Linear(8, tiny.WIDTH))
-    start(module)
+def native(rank: int, size: int, shards: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    module = started(mesh["shard"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    wire = thinwire.attach(module, DILOCO, optimizer=optimizer)
-    return steps_of(rank, module, optimizer, wire)
+    wire = thinwire.attach(module, DILOCO, replicas=mesh["replicate"], optimizer=optimizer)
+    return steps_of(rank, size, module, optimizer, wire)
 
 
-def live(rank: int, address: str) -> str:
-    module = nn.Sequential(nn.Linear(tiny.WIDTH, 8), nn.Linear(8, tiny.WIDTH))
-    start(module)
+def live(place: int, address: str, shards: int, folder: Path) -> list[int]:
+    replica, rank = divmod(place, shards)
+    dist.init_process_group("gloo", f"file://{folder}/{replica}", rank=rank, world_size=shards)
+    mesh = init_device_mesh("cpu", (shards,))
+    module = started(mesh)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     manager = torchft.make_manager(
-        min_replicas=2, lighthouse=address, host="localhost", name=f"replica-{rank}"
+        min_replicas=2, lighthouse=address, shards=mesh, host="localhost", name=f"replica-{replica}"
     )
     wire = torchft.attach(manager, module, DILOCO, optimizer=optimizer)
-    return steps_of(rank, module, optimizer, wire)
+    return steps_of(place, 2 * shards, module, optimizer, wire)
 
 
-def start(module: nn.Module) -> None:
+def started(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Sequential(nn.Linear(tiny.WIDTH, 8), nn.Linear(8, tiny.WIDTH))
     torch.manual_seed(0)
     with torch.no_grad():
         for one in module.parameters():
             one.normal_()
+    if mesh.size() > 1:
+        for part in (*module, module):
+            fully_shard(part, mesh=mesh)
+    return module
 
 
-def steps_of(rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, wire: Any) -> str:
+def steps_of(
+    rank: int, size: int, module: nn.Module, optimizer: torch.optim.Optimizer, wire: Any
+) -> list[int]:
     rows = tiny.Rows().rows
     for step in range(8):
-        batch = rows[8 * (2 * step + rank) :][:8]
+        batch = rows[8 * (size * step + rank) :][:8]
         optimizer.zero_grad()
         tiny.loss_of(module(batch), batch).backward()
         optimizer.step()
     wire.finalize()
-    return tiny.digest(module)
+    bits: list[int] = fingerprints(map(local_part, module.parameters())).tolist()
+    return bits
 
 
-def test_undisturbed_replicas_end_as_ranks_of_a_fixed_group_do() -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_undisturbed_replicas_end_as_ranks_of_a_fixed_group_do(tmp_path: Path, shards: int) -> None:
     server = lighthouse(2)
     try:
-        found = apart(live, 2, server.address())
+        found = apart(live, 2 * shards, server.address(), shards, tmp_path)
     finally:
         server.shutdown()
-    assert found == harness.run_ranks(native, 2)
+    assert found == harness.run_ranks(native, 2 * shards, shards)
 
 
 def page(place: int, address: str) -> int:

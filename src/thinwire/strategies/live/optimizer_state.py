@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.checkpoint.trees import copied
@@ -31,8 +30,12 @@ def load_local_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
     """Return a copy of a value, as a DTensor if it is elementwise and its parameter is a DTensor."""
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, torch.Tensor) or not hasattr(parameter, "device_mesh"):
         return copied(value)
+    # Its import takes a second or more, which a replica without shards would be late by.
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
     if value.dim() == 0 or value.shape != local_part(parameter).shape:
         return value.clone()
     return DTensor.from_local(
