@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch.amp import GradScaler
 
 import thinwire
@@ -143,15 +144,16 @@ def test_gradients_are_clipped_under_zero_as_without() -> None:
 
 def refused(rank: int) -> list[str]:
     messages = []
-    for strategy in ("auto", "dp"):
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    for devices, strategy in (1, "auto"), (2, ModelParallelStrategy(lambda model, mesh: model, 1, 2)):
+        fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+        fabric.launch()
         model = fabric.setup(tiny.model())
         messages.append(refusal(thinwire.AttachError, attach, fabric, model, thinwire.Int8()))
     return messages
 
 
-def test_no_ddp_is_refused_with_the_way_out() -> None:
-    ((single, parallel),) = on_ranks(refused, 1)
-    way_out = 'give Fabric(strategy="ddp", devices=2) or more'
-    assert f"the fabric's strategy is SingleDeviceStrategy: {way_out}" in single
-    assert f"the fabric's strategy is DataParallelStrategy: {way_out}" in parallel
+def test_what_has_no_ddp_is_refused_with_the_way_out() -> None:
+    for single, mesh in on_ranks(refused, 2):
+        way_out = 'give Fabric(strategy="ddp", devices=2) or more'
+        assert f"the fabric's strategy is SingleDeviceStrategy: {way_out}" in single
+        assert f"the fabric's strategy is ModelParallelStrategy: {way_out}" in mesh

@@ -272,11 +272,18 @@ def test_a_hook_that_lightning_ignores_is_named() -> None:
         ]
 
 
+class Configured(train_lightning.Module):
+    """As a model-parallel strategy asks for."""
+
+    def configure_model(self) -> None:
+        pass
+
+
 def refused(rank: int) -> list[str]:
     messages = []
     for options in ({"devices": 1, "strategy": "auto"}, {"strategy": ModelParallelStrategy(1, 2)}):
         trainer = trainer_of([ThinwireCallback(thinwire.Int8())], **options)
-        messages.append(refusal(thinwire.AttachError, trainer.fit, train_lightning.Module()))
+        messages.append(refusal(thinwire.AttachError, trainer.fit, Configured()))
     return messages
 
 

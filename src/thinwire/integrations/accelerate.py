@@ -139,8 +139,8 @@ def _check_whole(given: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor])
     if not trained <= names <= own.keys():
         raise OptionError(
             f"clip_grad_norm_ was given {len(names & trained)} of {len(trained)} trained parameters of a"
-            f" model under ZeRO, and {len(names - own.keys())} others: ZeRO knows the norm of the whole model,"
-            " so give model.parameters(), and clip other models in a call of their own"
+            f" model under ZeRO, and {len(names - own.keys())} others: ZeRO knows the norm of the whole model"
+            " alone, so give model.parameters(), and clip other models in a call of their own"
         )
 
 
