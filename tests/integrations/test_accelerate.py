@@ -21,6 +21,7 @@ from examples import tiny, train_accelerate
 from tests.integrations.frameworks import (
     HALF,
     Run,
+    new_scaler,
     of_int8_steps,
     on_ranks,
     plain,
@@ -101,7 +102,7 @@ class Job:
         self.accelerator = Accelerator(cpu=True, **options)
         if options.get("mixed_precision") == "fp16":  # as on an accelerator: on CPU it makes no scaler
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+            self.accelerator.scaler = new_scaler()
         model = tiny.model()
         self.model, self.optimizer = self.accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -141,7 +142,7 @@ def half(rank: int, folder: Path) -> list[Any]:
         again = Job(program, mixed_precision="fp16")
         again.accelerator.load_state(str(folder / "saved"))
         resumed = again.train(3, 8, by_norm)
-        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        scaler = new_scaler()
         expected = plain(rank, options, inside=False, lr_every=1000, scaler=scaler)
         scales = job.accelerator.scaler.get_scale(), scaler.get_scale()
         results.append((trained, resumed, expected, scales))
@@ -242,7 +243,8 @@ def refused(rank: int) -> list[str]:
         accelerator.state.distributed_type = type(accelerator.distributed_type)(kind)
         messages.append(refusal(thinwire.AttachError, attach, accelerator, model, thinwire.Int8()))
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)  # on CPU Accelerate refuses it itself
     messages.append(refusal(thinwire.AttachError, attach, accelerator, model, thinwire.Int8()))
     return messages
 

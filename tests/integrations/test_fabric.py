@@ -1,6 +1,7 @@
 """Lightning Fabric."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,20 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import ModelParallelStrategy
-from torch.amp import GradScaler
 
 import thinwire
 from examples import tiny, train_fabric
-from tests.integrations.frameworks import HALF, Run, of_int8_steps, on_ranks, plain, poison, refusal, run_all
+from tests.integrations.frameworks import (
+    HALF,
+    Run,
+    new_scaler,
+    of_int8_steps,
+    on_ranks,
+    plain,
+    poison,
+    refusal,
+    run_all,
+)
 from tests.integrations.lightning_rows import Rows
 from thinwire.integrations.fabric import State, attach
 
@@ -97,7 +107,7 @@ def half(rank: int, folder: Path) -> list[Any]:
         job.train(3, 8, **clip)
         again.fabric.load(folder / "a", again.objects)
         again.train(3, 8, **clip)
-        scaler = GradScaler("cpu", growth_interval=2)
+        scaler = new_scaler()
         expected = plain(rank, options, inside=False, lr_every=1000, scaler=scaler)
         scales = job.fabric.strategy.precision.scaler.get_scale(), scaler.get_scale()
         trained, resumed = (tiny.result(one.wire, one.model) for one in (job, again))
@@ -107,7 +117,7 @@ def half(rank: int, folder: Path) -> list[Any]:
 
 def in_half() -> MixedPrecision:
     """What `precision="16-mixed"` is on a GPU. On CPU Fabric takes bf16 instead, and warns."""
-    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", growth_interval=2))
+    return MixedPrecision("16-mixed", "cpu", new_scaler())
 
 
 def test_a_gradscaler_of_fabric_skips_an_overflow_on_all_ranks_and_is_resumed(tmp_path: Path) -> None:
@@ -118,16 +128,17 @@ def test_a_gradscaler_of_fabric_skips_an_overflow_on_all_ranks_and_is_resumed(tm
             assert scale == plain_scale
 
 
-def no_half(rank: int) -> tuple[str, Any]:
-    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
-        precision = Fabric(
-            accelerator="cpu", devices=2, strategy="ddp", precision="16-mixed"
-        ).strategy.precision
-    return precision.precision, precision.scaler
+def no_half(rank: int) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="16-mixed")
+    return fabric.strategy.precision.scaler, [str(one.message) for one in caught]
 
 
 def test_fp16_on_cpu_becomes_bf16_by_fabric_itself() -> None:
-    assert on_ranks(no_half, 1) == [("bf16-mixed", None)]
+    for scaler, messages in on_ranks(no_half, 2):
+        assert scaler is None
+        assert any("fp16 is not supported on CPU. Using `precision='bf16-mixed'`" in one for one in messages)
 
 
 def clipped(rank: int) -> tuple[list[str], str]:
@@ -142,18 +153,14 @@ def test_gradients_are_clipped_under_zero_as_without() -> None:
         assert "the norm of the gradients is nan" in message, "as by default in Fabric"
 
 
-def refused(rank: int) -> list[str]:
-    messages = []
-    for devices, strategy in (1, "auto"), (2, ModelParallelStrategy(lambda model, mesh: model, 1, 2)):
-        fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
-        fabric.launch()
-        model = fabric.setup(tiny.model())
-        messages.append(refusal(thinwire.AttachError, attach, fabric, model, thinwire.Int8()))
-    return messages
+def refused(rank: int, devices: int) -> str:
+    strategy = "auto" if devices == 1 else ModelParallelStrategy(lambda model, mesh: model, 1, 2)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    return refusal(thinwire.AttachError, attach, fabric, fabric.setup(tiny.model()), thinwire.Int8())
 
 
-def test_what_has_no_ddp_is_refused_with_the_way_out() -> None:
-    for single, mesh in on_ranks(refused, 2):
-        way_out = 'give Fabric(strategy="ddp", devices=2) or more'
-        assert f"the fabric's strategy is SingleDeviceStrategy: {way_out}" in single
-        assert f"the fabric's strategy is ModelParallelStrategy: {way_out}" in mesh
+@pytest.mark.parametrize(("devices", "name"), [(1, "SingleDeviceStrategy"), (2, "ModelParallelStrategy")])
+def test_what_has_no_ddp_is_refused_with_the_way_out(devices: int, name: str) -> None:
+    for message in on_ranks(refused, devices, devices):
+        assert f'the fabric\'s strategy is {name}: give Fabric(strategy="ddp", devices=2) or more' in message

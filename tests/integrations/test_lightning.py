@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
@@ -28,6 +28,7 @@ from tests.integrations.frameworks import (
     HALF,
     Inside,
     Run,
+    new_scaler,
     of_int8_steps,
     on_ranks,
     plain,
@@ -166,7 +167,7 @@ def own_weights_averaged(rank: int) -> list[str]:
     def fit(callback: Any) -> None:
         trainer_of([callback, ThinwireCallback(thinwire.DiLoCo(2))]).fit(train_lightning.Module())
 
-    callbacks = WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.01)
+    callbacks = WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.01, 1)
     return [refusal(thinwire.UnavailableError, fit, one) for one in callbacks]
 
 
@@ -194,7 +195,7 @@ def half(rank: int, folder: Path) -> list[Any]:
     results: list[Any] = []
     for name in HALF:
         options = tiny.Options(program=name, clip=0.1, folder=folder / name)
-        first, second, scaler = (GradScaler("cpu", growth_interval=2) for _ in range(3))
+        first, second, scaler = (new_scaler() for _ in range(3))
         plugins = [[MixedPrecision("16-mixed", "cpu", one)] for one in (first, second)]
         trained = train(replace(options, save_at=3), plugins=plugins[0])
         resumed = train(replace(options, resume=True), plugins=plugins[1])
@@ -212,14 +213,17 @@ def test_a_gradscaler_of_lightning_skips_an_overflow_on_all_ranks_and_is_resumed
             assert len(set(scales)) == 1
 
 
-def no_half(rank: int) -> tuple[str, Any]:
-    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+def no_half(rank: int) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         plugin = trainer_of([], precision="16-mixed").precision_plugin
-    return plugin.precision, plugin.scaler
+    return plugin.scaler, [str(one.message) for one in caught]
 
 
 def test_fp16_on_cpu_becomes_bf16_by_lightning_itself() -> None:
-    assert on_ranks(no_half, 1) == [("bf16-mixed", None)]
+    for scaler, messages in on_ranks(no_half, 2):
+        assert scaler is None
+        assert any("fp16 is not supported on CPU. Using `precision='bf16-mixed'`" in one for one in messages)
 
 
 def clipped(rank: int) -> list[str]:
@@ -279,19 +283,18 @@ class Configured(train_lightning.Module):
         pass
 
 
-def refused(rank: int) -> list[str]:
-    messages = []
-    for options in ({"devices": 1, "strategy": "auto"}, {"strategy": ModelParallelStrategy(1, 2)}):
-        trainer = trainer_of([ThinwireCallback(thinwire.Int8())], **options)
-        messages.append(refusal(thinwire.AttachError, trainer.fit, Configured()))
-    return messages
+def refused(rank: int, devices: int) -> str:
+    strategy = "auto" if devices == 1 else ModelParallelStrategy(1, 2)
+    trainer = trainer_of([ThinwireCallback(thinwire.Int8())], devices=devices, strategy=strategy)
+    return refusal(thinwire.AttachError, trainer.fit, Configured())
 
 
-def test_what_has_no_ddp_is_refused_with_the_way_out() -> None:
-    for single, mesh in on_ranks(refused, 2):
-        way_out = 'give Trainer(strategy="ddp", devices=2) or more'
-        assert f"the trainer's strategy is SingleDeviceStrategy: {way_out}" in single
-        assert f"the trainer's strategy is ModelParallelStrategy: {way_out}" in mesh
+@pytest.mark.parametrize(("devices", "name"), [(1, "SingleDeviceStrategy"), (2, "ModelParallelStrategy")])
+def test_what_has_no_ddp_is_refused_with_the_way_out(devices: int, name: str) -> None:
+    for message in on_ranks(refused, devices, devices):
+        assert (
+            f'the trainer\'s strategy is {name}: give Trainer(strategy="ddp", devices=2) or more' in message
+        )
 
 
 def closures(rank: int) -> list[str]:

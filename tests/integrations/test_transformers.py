@@ -17,6 +17,7 @@ from examples import tiny, train_transformers
 from tests.integrations.frameworks import (
     HALF,
     Run,
+    new_scaler,
     of_int8_steps,
     on_ranks,
     plain,
@@ -112,10 +113,10 @@ def half(rank: int, folder: Path) -> list[Any]:
     results: list[Any] = []
     for name in HALF:
         options = tiny.Options(program=name, clip=0.1, folder=folder / name)
-        first, second, scaler = (GradScaler("cpu", growth_interval=2) for _ in range(3))
+        first, second, scaler = (new_scaler() for _ in range(3))
         trained = train(replace(options, save_at=3), AsOnGpu(first))
         resumed = train(replace(options, resume=True), AsOnGpu(second))
-        expected = plain(rank, options, inside=True, lr_every=4, scaler=scaler, lr_of_skipped=False)
+        expected = plain(rank, options, inside=True, lr_every=4, scaler=scaler)
         scales = first.get_scale(), second.get_scale(), scaler.get_scale()
         results.append((trained, resumed, expected, scales))
     return results
@@ -152,9 +153,9 @@ def refused(rank: int, folder: Path) -> list[str]:
     for change in ("is_deepspeed_enabled", "is_fsdp_enabled", "mesh", "no DDP"):
         AcceleratorState._reset_state(reset_partial_state=True)
         args = train_transformers.arguments(tiny.Options(folder=folder))
-        if change == "mesh":
-            args.parallelism_config = ParallelismConfig(tp_size=2)
         trainer = Trainer(train_transformers.WithLoss(), args, train_dataset=tiny.Rows())
+        if change == "mesh":
+            trainer.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
         setattr(trainer, change, True)
         messages.append(refusal(thinwire.AttachError, _begin, trainer, callback))
     return messages
