@@ -117,7 +117,7 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.wire.finalize()
-        return tiny.result(self.wire, self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False))
+        return tiny.result(self.wire, self.accelerator.unwrap_model(self.model))
 
 
 def by_norm(job: Job) -> None:
