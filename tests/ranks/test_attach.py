@@ -72,7 +72,7 @@ def refusals(rank: int, world_size: int) -> None:
         with pytest.raises(thinwire.OptionError, match=said):
             thinwire.attach(ddp, thinwire.Exact(), **options)
     for no_program in ("bf16", thinwire.Exact, None):
-        with pytest.raises(thinwire.OptionError, match="is not a program: pass an instance"):
+        with pytest.raises(thinwire.OptionError, match="is not a program: give an instance"):
             thinwire.attach(ddp, no_program)  # type: ignore[arg-type]
     plain = backward(DDP(mlp()), rank, 0)
     wire = thinwire.attach(ddp, thinwire.Exact())  # none of the refusals left a trace

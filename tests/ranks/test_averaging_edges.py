@@ -303,11 +303,11 @@ def test_rules_hold_for_models_and_not_for_the_last_mean() -> None:
 
 
 UNEVEN: list[tuple[Any, list[int], str]] = [
-    (DiLoCo(4), [8, 6], "rank 0 averaging fragment 0 after step 8; rank 1 synchronising models"),
+    (DiLoCo(4), [8, 6], "rank 0 averaging fragment 0 after step 8; rank 1 bringing models together"),
     (DiLoCo(4, program=Int4()), [6, 8], "rank 1 averaging fragment 0 after step 8"),
-    (DiLoCo(2, overlap=1), [4, 5], "rank 1 synchronising models (finalize or swap) after step 5"),
-    (LocalSGD(4), [7, 6], "rank 1 synchronising models (finalize or swap) after step 6"),
-    (LocalSGD(4), [8, 9], "rank 0 synchronising models (finalize or swap) after step 8; rank 1"),
+    (DiLoCo(2, overlap=1), [4, 5], "rank 1 bringing models together (finalize or swap) after step 5"),
+    (LocalSGD(4), [7, 6], "rank 1 bringing models together (finalize or swap) after step 6"),
+    (LocalSGD(4), [8, 9], "rank 0 bringing models together (finalize or swap) after step 8; rank 1"),
 ]
 
 

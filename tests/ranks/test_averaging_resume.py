@@ -99,7 +99,7 @@ def load_elsewhere(
     states = [torch.load(io.BytesIO(saved), weights_only=True) for saved in saves]
     job.ddp.module.load_state_dict(states[0][0])
     job.optimizer.load_state_dict(states[rank % len(states)][1])
-    with pytest.raises(thinwire.StateError, match="pass the states of all ranks that saved"):
+    with pytest.raises(thinwire.StateError, match="give every rank the states of all that saved"):
         job.wire.load_state_dict(states[0][3])
     with pytest.raises(thinwire.StateError, match="After a change of the number of ranks"):
         job.wire.load_state_dict([state[3] for state in states[1:]])

@@ -204,7 +204,7 @@ def refused(rank: int, world_size: int) -> None:
     ddp = DDP(mlp(width=8, layers=3))
     foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "averages models after the optimizer's steps: pass it"),
+        ({}, "averages models after the optimizer's steps: give it"),
         ({"optimizer": foreign}, "optimizer=SGD holds none of the model's parameters"),
         ({"optimizer": ddp}, "must be a torch.optim.Optimizer"),
     ]
@@ -212,7 +212,7 @@ def refused(rank: int, world_size: int) -> None:
         with pytest.raises(thinwire.OptionError, match=said):
             thinwire.attach(ddp, LocalSGD(4), **options)
     wire = thinwire.attach(ddp, Exact())
-    with pytest.raises(thinwire.OptionError, match="pass it, as in"):
+    with pytest.raises(thinwire.OptionError, match="give it, as in"):
         wire.swap(LocalSGD(4))
 
 

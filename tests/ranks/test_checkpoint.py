@@ -151,7 +151,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     job.train(rank, 0, 1)
     with _quiet():
         dcp.save({"wire": job.wire, "model": job.ddp.module.state_dict()}, checkpoint_id=f"{folder}/here")
-    with pytest.raises(thinwire.StateError, match=r"nowhere' is missing or incomplete \(FileNotFound"):
+    with pytest.raises(thinwire.StateError, match=r"nowhere' is not there, or not complete \(FileNotFound"):
         read_states(f"{folder}/nowhere")
     with pytest.raises(thinwire.StateError, match=r"no states by rank under 'wires', it has model, wire:"):
         read_states(f"{folder}/here", "wires")

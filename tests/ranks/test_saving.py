@@ -179,7 +179,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
         if name == "foreign":
             with _quiet():
                 dcp.save({"model": job.ddp.module.state_dict()}, checkpoint_id=f"{folder}/foreign")
-        said = "is missing or incomplete" if name == "nowhere" else "has no states by rank under 'optim"
+        said = "is not there, or not complete" if name == "nowhere" else "has no states by rank under 'optim"
         with pytest.raises(thinwire.StateError, match=said):
             load_checkpoint(f"{folder}/{name}", *job.held)
     if rank == 0:
@@ -200,7 +200,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(thinwire.StateError, match=r"the state belongs to Int8\(\), but Exact\(\) is running"):
         load_checkpoint(path, *Job(Exact(), seed=1).held)
     here = str(path) if rank == 0 else f"{folder}/nowhere"
-    with pytest.raises(thinwire.MismatchError if rank == 0 else thinwire.StateError, match="is missing or incomplete"):
+    with pytest.raises(thinwire.MismatchError if rank == 0 else thinwire.StateError, match="is not there"):
         load_checkpoint(here, *job.held)
 
 

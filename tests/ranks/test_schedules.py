@@ -155,7 +155,7 @@ def test_a_schedule_inside_join_is_refused_at_once() -> None:
 
 def refused(rank: int, world_size: int) -> None:
     ddp = DDP(mlp())
-    with pytest.raises(thinwire.OptionError, match="averages models after the optimizer's steps: pass it"):
+    with pytest.raises(thinwire.OptionError, match="averages models after the optimizer's steps: give it"):
         thinwire.attach(ddp, SCHEDULE)
     with pytest.raises(thinwire.OptionError, match=r"stages.*not a program|is not a program"):
         thinwire.attach(ddp, thinwire.Schedule({0: "exact"}))  # type: ignore[dict-item]

@@ -179,7 +179,7 @@ def micro_batches_after_a_skipped_step(rank: int) -> None:
         scaler.scale(ddp(small(rank, 3)).square().mean()).backward()
         with ddp.no_sync():
             ddp(small(rank, 4)).square().mean().backward()
-        with pytest.raises(RuntimeError, match="adds to gradients that were already exchanged"):
+        with pytest.raises(RuntimeError, match="adds to gradients that were exchanged already"):
             ddp(small(rank, 5)).square().mean().backward()
         del scaler  # others step inside backward, where none may be in use
 
@@ -193,7 +193,7 @@ def overlapped(ddp: DDP) -> Any:
 def misuse(rank: int) -> None:
     ddp = DDP(mlp(width=8, layers=2))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05)
-    with pytest.raises(RuntimeError, match="pass all groups when the optimizer is made"):
+    with pytest.raises(RuntimeError, match="give all groups when the optimizer is made"):
         zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(ddp(small(rank, 0)).square().mean()).backward()

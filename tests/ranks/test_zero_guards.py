@@ -123,7 +123,7 @@ def parts_of_optimizers(rank: int) -> None:
     """Parameters that another optimizer steps would be stepped by their owner alone."""
     ddp = DDP(mlp(width=8, layers=3))
     body, head = list(ddp.module[:4].parameters()), list(ddp.module[4:].parameters())
-    with pytest.raises(thinwire.OptionError, match=r"4\.weight.*4\.bias.*pass one optimizer over all"):
+    with pytest.raises(thinwire.OptionError, match=r"4\.weight.*4\.bias.*give one optimizer over all"):
         thinwire.attach(ddp, ZeRO(), optimizer=torch.optim.SGD(body, lr=0.1))
     for parameter in head:
         parameter.requires_grad_(False)

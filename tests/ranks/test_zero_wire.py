@@ -192,8 +192,8 @@ def refused(rank: int) -> None:
     optimizer = made("SGD", ddp.module)
     lbfgs = torch.optim.LBFGS(ddp.parameters())
     cases: list[tuple[Any, str]] = [
-        (None, "shards one optimizer's state, and 0 were passed"),
-        ([optimizer, made("SGD", ddp.module)], "and 2 were passed"),
+        (None, "shards one optimizer's state, and 0 were given"),
+        ([optimizer, made("SGD", ddp.module)], "and 2 were given"),
         (lbfgs, "it cannot be sharded"),
     ]
     for given, said in cases:

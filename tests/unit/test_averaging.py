@@ -41,8 +41,8 @@ SHAPES = {"a": torch.Size((2, 3)), "b": torch.Size((3,))}
         (lambda: LocalSGD(4, optimizer_state=ANY("sum")), "optimizer_state='sum' is not one of"),
         (lambda: LocalSGD(4, within=0), "within=0 must be at least 1"),
         (lambda: LocalSGD(4, within=ANY("rack")), "within='rack' does not describe groups of ranks"),
-        (lambda: LocalSGD(4, within=[[0, 1], [1]]), "every rank in exactly one list"),
-        (lambda: LocalSGD(4, within=[[0, 2]]), "every rank in exactly one list"),
+        (lambda: LocalSGD(4, within=[[0, 1], [1]]), "every rank from 0 on in exactly one list"),
+        (lambda: LocalSGD(4, within=[[0, 2]]), "every rank from 0 on in exactly one list"),
         (lambda: LocalSGD(4, gradients=ANY("bf16")), "gradients='bf16' is not a program"),
         (lambda: Hierarchical({}), "must map periods to groups, at least one"),
         (lambda: Hierarchical({0: 2, 4: None}), "period=0 must be a whole number, at least 1"),
@@ -274,7 +274,7 @@ def test_an_optimizer_that_never_steps_is_noticed() -> None:
     watched = Watched(SGD)
     for _ in range(10):
         watched.backward()
-    with pytest.warns(UserWarning, match="none of the optimizers passed to attach has stepped"):
+    with pytest.warns(UserWarning, match="none of the optimizers given to attach has stepped"):
         watched.backward()
     assert watched.ended == 10
 

@@ -226,7 +226,7 @@ def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
             r"codec=Int8\(\) is not a codec: .* Int8\(\) and other presets are complete",
         ),
         (lambda: untyped.Gathered("int8"), "codec='int8' is not a codec"),
-        (lambda: untyped.Reduced(Quantize), "is not a codec: pass an instance"),
+        (lambda: untyped.Reduced(Quantize), "is not a codec: give an instance"),
         (
             lambda: untyped.ErrorFeedback(Quantize()),
             r"program=Quantize\(.* is not a program: .* TwoShot\(codec\)",
@@ -235,7 +235,7 @@ def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
         (lambda: untyped.ErrorFeedback(PowerSGD()), "feeds back its own error already"),
         (lambda: untyped.ErrorFeedback(AcrossNodes(Exact(), node_size=1)), r"AcrossNodes\(ErrorFeedback"),
         (lambda: untyped.ErrorFeedback(Exact(), keep="0.5"), "keep='0.5' must be"),
-        (lambda: untyped.Warmup(Exact, steps=1), "is not a program: pass an instance"),
+        (lambda: untyped.Warmup(Exact, steps=1), "is not a program: give an instance"),
         (lambda: untyped.AcrossNodes(None, node_size=1), "program=None is not a program"),
         (lambda: untyped.Partition([("*", Exact)]), r"the program for '\*'=<class .* is not a program"),
         (lambda: untyped.Partition([], default="x"), "default='x' is not a program"),

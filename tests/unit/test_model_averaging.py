@@ -109,7 +109,7 @@ def test_params() -> None:
     for params in ([used, unused], [group], iter([unused, used]), [group, {"params": []}]):
         assert [each is used for each in get_params_to_average(params)] == [True]
     wrong: Any = [torch.ones(2)]
-    with pytest.raises(NotImplementedError, match="params has a Tensor in it: pass"):
+    with pytest.raises(NotImplementedError, match="params has a Tensor in it: give"):
         get_params_to_average(wrong)
     world: Any = None
     with pytest.raises(OptionError, match="params has a Tensor in it"):

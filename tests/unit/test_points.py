@@ -30,7 +30,7 @@ def test_ranks_at_one_point_go_on() -> None:
 @pytest.mark.parametrize(
     ("points", "said"),
     [
-        ([Point(8, 0), Point(8, None)], "rank 2 averaging fragment 0 after step 8; rank 3 synchronising models"),
+        ([Point(8, 0), Point(8, None)], "rank 2 averaging fragment 0 after step 8; rank 3 bringing models"),
         ([Point(8, 0), Point(12, 0), Point(8, 0)], "ranks 2, 4 averaging fragment 0 after step 8; rank 3"),
         ([Point(8, 0), Point(8, 1)], "rank 3 averaging fragment 1 after step 8"),
     ],
@@ -51,5 +51,5 @@ def test_ranks_decide_alike_whether_to_bring_models_together() -> None:
 
 def test_a_rank_that_has_just_averaged_notices_one_that_has_taken_more_steps() -> None:
     for other in (gather_diverged(9, True, CPU), gather_points(Point(12, 0), (0, 1), CPU)):
-        with pytest.raises(MismatchError, match=r"rank 0 synchronising models .* after step 8; rank 1"):
+        with pytest.raises(MismatchError, match=r"rank 0 bringing models together .* after step 8; rank 1"):
             compare_points(simulate([[gather_diverged(8, False, CPU)], [other]]).results[0][0], (0, 1))

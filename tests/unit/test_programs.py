@@ -125,7 +125,7 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
     ],
 )
 def test_what_makes_a_program_is_refused_at_once(maker: Any, give: Any) -> None:
-    with pytest.raises(OptionError, match=rf"pass an instance by calling it, {maker.__name__}\(\)"):
+    with pytest.raises(OptionError, match=rf"give an instance by calling it, {maker.__name__}\(\)"):
         give(maker)
 
 

@@ -92,7 +92,7 @@ def test_what_is_no_rule_is_refused(rules: Any, message: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"below": -1}, {"below": "many"}, {"at_least": 1.5}])
 def test_what_is_no_size_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(thinwire.OptionError, match="pass below=, at_least= or both"):
+    with pytest.raises(thinwire.OptionError, match="give below=, at_least= or both"):
         Size(**options)
 
 

@@ -111,8 +111,8 @@ def test_collectives_among_some_ranks() -> None:
             "rank 1 issues AllReduce .* among ranks 0, 1, rank 2 issues .* among ranks 1, 2",
         ),
         ([(0, 1), (0, 1), (0, 1)], "rank 2 issues .* this rank among them"),
-        ([(1, 0), (1, 0), None], "ascending numbers from 0 to 2"),
-        ([(0, 9), None, None], "ascending numbers from 0 to 2"),
+        ([(1, 0), (1, 0), None], "rising numbers from 0 to 2"),
+        ([(0, 9), None, None], "rising numbers from 0 to 2"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(ops: list[tuple[int, ...] | None], said: str) -> None:

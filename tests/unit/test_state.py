@@ -167,14 +167,14 @@ def test_what_is_wrong_is_said() -> None:
     for slots, said in (
         (
             {**weight, "residual": weight["residual"].log()},
-            "'residual' of 0.weight contains inf or NaN: load",
+            "'residual' of 0.weight holds inf or NaN: go",
         ),
         ({**weight, "residual": weight["residual"].int()}, "'residual' of 0.weight is torch.int32"),
         ({**weight, "q 2x8": torch.ones(2, 7)}, r"'q 2x8' of 0.weight has shape \(2, 7\) and torch.float32"),
     ):
         with pytest.raises(thinwire.StateError, match=said):
             job.wire.load_state_dict(changed(good, memory={**memory, "0.weight": slots}))
-    with pytest.raises(thinwire.StateError, match=f"step={10**30} must be a whole number from 0 to below"):
+    with pytest.raises(thinwire.StateError, match=f"step={10**30} must be a whole number from 0 on, below"):
         job.wire.load_state_dict(changed(good, step=10**30))
     assert equal(job.wire.state_dict(), good)
 

@@ -134,7 +134,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
     def send(tensor: torch.Tensor, sends: tuple[int, ...], receives: tuple[int, ...]) -> Any:
         return (yield Exchange(tensor, sends=sends, receives=receives))
 
-    with pytest.raises(ProgramError, match="pass one number per rank, 2 here"):
+    with pytest.raises(ProgramError, match="give one number per rank, 2 here"):
         simulate([[send(torch.ones(2), (1,), (1,))], [send(torch.ones(2), (1,), (1,))]])
     with pytest.raises(ProgramError, match=r"rank 0 is sent \(1, 1\) numbers, but expects \(1, 2\)"):
         simulate([[send(torch.ones(2), (1, 1), (1, 2))], [send(torch.ones(2), (1, 1), (1, 1))]])
