@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+TORCH_VERSION := $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
 export OMP_NUM_THREADS := 1
 
 # The native kernels, which `pip install -e .` builds in place.
@@ -18,12 +19,14 @@ demo: $(READY)
 test: lint system
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/integrations --ignore src/thinwire/integrations
 
-# Accelerate, HF Trainer, Lightning, Fabric, Ray and torchft: extras of their own, of 600 MB.
+# Accelerate, HF Trainer, Lightning, Fabric, Ray and torchft: extras of their own, of 600 MB. CI runs them after `make test`.
 test-integrations: .venv/.integrations
 	$(BIN)/pytest -n 2 --dist loadfile tests/integrations src/thinwire/integrations
 
 .venv/.integrations: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]'
+	@[ "$$($(TORCH_VERSION))" = "$$(cat $(READY))" ] || { echo "the frameworks replaced torch $$(cat $(READY)) by" \
+	    "$$($(TORCH_VERSION)): pin versions in constraints.txt that accept the former, then run make clean" >&2; exit 1; }
 	touch $@
 
 # The documentation as a site, without a warning: site/index.html. It works offline.
@@ -95,7 +98,7 @@ $(READY): pyproject.toml constraints.txt Makefile $(KERNELS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c "import pathlib, site; pathlib.Path(site.getsitepackages()[0], 'checkout.pth').write_text('$(CURDIR)')"
-	touch $(READY)
+	$(TORCH_VERSION) > $(READY)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist site src/thinwire/kernels/*.so demo.json demo.html .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

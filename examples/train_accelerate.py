@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_accelerate.py --program "Int8()"
 
-`accelerate launch --cpu --num_processes 2 examples/train_accelerate.py` does the same.
+`accelerate launch --multi_gpu --num_processes 2 examples/train_accelerate.py` does the same, also without
+GPUs.
 """
 
 from typing import Any

@@ -59,7 +59,7 @@ def train(
         max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=options.clip or None,
-        precision="bf16-mixed" if options.bf16 else "32-true",
+        precision="bf16-mixed" if options.bf16 else None,
         callbacks=[thin, *callbacks],
         logger=logger,
         log_every_n_steps=2,

@@ -1,5 +1,6 @@
 """The pages of the frameworks show what runs."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from examples import tiny
 from tests.integrations.frameworks import on_ranks
-from tests.surface.test_docs import python_blocks
+from tests.surface.test_docs import ROOT, python_blocks
 
 PACKAGES = {"fabric": "lightning"}
 """The packages that are not named as their page."""
@@ -17,8 +18,8 @@ PACKAGES = {"fabric": "lightning"}
 def shown(page: str) -> Any:
     """The function `train` of a page."""
     names: dict[str, Any] = {}
-    (block,) = python_blocks(f"docs/integrations/{page}.md")
-    exec(block, names)
+    for block in python_blocks(f"docs/integrations/{page}.md"):
+        exec(block, names)
     return names["train"]
 
 
@@ -76,7 +77,16 @@ def test_the_page_shows_what_trains(page: Any, tmp_path: Path) -> None:
     assert on_ranks(page, 2, tmp_path) == [2, 2]
 
 
-def test_the_page_of_ray_is_valid_python() -> None:
-    """`tests/integrations/test_ray.py` runs the same steps."""
-    (block,) = python_blocks("docs/integrations/ray.md")
-    compile(block, "ray.md", "exec")
+# `test_ray.py` runs the page of Ray, and `test_torchft.py` that of torchft.
+
+VERSIONS = re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/integrations").glob("*.md")), ids=lambda one: one.stem)
+def test_the_versions_that_a_page_names_are_those_of_constraints(page: Path) -> None:
+    pinned = dict(VERSIONS)
+    named = re.findall(r"\b([a-z-]+) (\d+\.\d+(?:\.\d+)?)\b", page.read_text())
+    assert [(name, version) for name, version in named if name in pinned], (
+        "a page says what it was tested with"
+    )
+    assert [(name, version) for name, version in named if pinned.get(name, version) != version] == []

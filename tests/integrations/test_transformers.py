@@ -1,17 +1,31 @@
 """Hugging Face `transformers.Trainer`."""
 
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
+from torch.amp import GradScaler
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 import thinwire
 from examples import tiny, train_transformers
-from tests.integrations.frameworks import check_metrics, check_runs, on_ranks, thinwires_messages
+from tests.integrations.frameworks import (
+    HALF,
+    Run,
+    new_scaler,
+    of_int8_steps,
+    on_ranks,
+    plain,
+    poison,
+    refusal,
+    run_all,
+    thinwires_messages,
+)
 from thinwire.integrations.transformers import ThinwireCallback
 
 
@@ -36,20 +50,22 @@ def train(options: tiny.Options, *callbacks: Any) -> dict[str, Any]:
     return found
 
 
-def runs(rank: int, folder: Path) -> None:
-    check_runs(rank, train, folder, inside=True)
+def runs(rank: int, folder: Path) -> tuple[list[Run], list[dict[str, Any]]]:
+    found = run_all(rank, train, folder, inside=True)
     logged = Logged()
     train(tiny.Options(accumulate=2, clip=0.1, compiled=True, folder=folder), logged)
-    rows = [row for row in logged.rows if "thinwire/compression" in row]
-    assert [row["step"] for row in rows] == [2, 4, 6, 8]
-    check_metrics(rows)
+    return found, [row for row in logged.rows if "thinwire/compression" in row]
 
 
 def test_the_example_trains_saves_resumes_and_logs_as_plain_thinwire(tmp_path: Path) -> None:
-    on_ranks(runs, 2, tmp_path)
+    for found, rows in on_ranks(runs, 2, tmp_path):
+        for run in found:
+            assert run.differences() == [], run
+        assert [row["step"] for row in rows] == [2, 4, 6, 8]
+        assert of_int8_steps(rows)
 
 
-def language_model(rank: int, folder: Path) -> None:
+def language_model(rank: int, folder: Path) -> tuple[int, str, str]:
     """A GPT-2 with tied weights, evaluated, stopped early, and replaced by the best checkpoint's."""
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
     torch.manual_seed(0)
@@ -67,15 +83,51 @@ def language_model(rank: int, folder: Path) -> None:
         callbacks=[thin, EarlyStoppingCallback(early_stopping_patience=1)],
     )
     trainer.train()
-    assert trainer.state.global_step == 4, "stopped early"
-    digests: list[Any] = [None, None]
-    torch.distributed.all_gather_object(digests, tiny.digest(model))
-    assert digests[0] == digests[1]
-    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2")
+    return trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name, tiny.digest(model)
 
 
 def test_evaluation_early_stopping_and_the_best_model(tmp_path: Path) -> None:
-    on_ranks(language_model, 2, tmp_path)
+    first, second = on_ranks(language_model, 2, tmp_path)
+    assert first == second, "both ranks have the best model"
+    assert first[:2] == (4, "checkpoint-2"), "stopped early"
+
+
+class AsOnGpu(TrainerCallback):
+    """Gives the trainer's accelerator the GradScaler that it has with fp16 on a GPU."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.scaler = scaler
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        frame = sys._getframe()
+        while not isinstance(frame.f_locals.get("self"), Trainer):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        accelerator = frame.f_locals["self"].accelerator
+        accelerator.native_amp, accelerator.scaler = True, self.scaler
+        accelerator.state._mixed_precision = "fp16"
+
+
+def half(rank: int, folder: Path) -> list[Any]:
+    poison(step=5, rank=1)
+    results: list[Any] = []
+    for name in HALF:
+        options = tiny.Options(program=name, clip=0.1, folder=folder / name)
+        first, second, scaler = (new_scaler() for _ in range(3))
+        trained = train(replace(options, save_at=3), AsOnGpu(first))
+        resumed = train(replace(options, resume=True), AsOnGpu(second))
+        expected = plain(rank, options, inside=True, lr_every=4, scaler=scaler)
+        scales = first.get_scale(), second.get_scale(), scaler.get_scale()
+        results.append((trained, resumed, expected, scales))
+    return results
+
+
+def test_a_gradscaler_of_the_trainer_skips_an_overflow_on_all_ranks_and_is_resumed(tmp_path: Path) -> None:
+    for results in on_ranks(half, 2, tmp_path):
+        for trained, resumed, expected, scales in results:
+            assert trained["step"] == 7, "one of eight overflowed on rank 1"
+            assert trained["digest"] == resumed["digest"] == expected["digest"]
+            assert len(set(scales)) == 1
 
 
 def without(rank: int, folder: Path) -> list[str]:
@@ -95,22 +147,18 @@ def test_a_checkpoint_without_the_wire_is_loaded_and_reported_once(tmp_path: Pat
     assert second == []
 
 
-def refused(rank: int, folder: Path) -> None:
+def refused(rank: int, folder: Path) -> list[str]:
     callback = ThinwireCallback(thinwire.Int8())
-    with pytest.raises(thinwire.AttachError, match=r"not called by Trainer\.train\(\): give the callback to"):
-        callback.on_train_begin(None, None, None)
-    args = train_transformers.arguments(tiny.Options(folder=folder))
-    for name, message in (
-        ("is_deepspeed_enabled", r"has deepspeed: leave it out, and use thinwire\.ZeRO\(\)"),
-        ("is_fsdp_enabled", r"has fsdp: leave it out, and use thinwire\.ZeRO\(\)"),
-    ):
+    messages = [refusal(thinwire.AttachError, callback.on_train_begin, None, None, None)]
+    for change in ("is_deepspeed_enabled", "is_fsdp_enabled", "mesh", "no DDP"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args = train_transformers.arguments(tiny.Options(folder=folder))
         trainer = Trainer(train_transformers.WithLoss(), args, train_dataset=tiny.Rows())
-        setattr(trainer, name, True)
-        with pytest.raises(thinwire.AttachError, match=message):
-            _begin(trainer, callback)
-    trainer = Trainer(train_transformers.WithLoss(), args, train_dataset=tiny.Rows())
-    with pytest.raises(thinwire.AttachError, match="not a WithLoss: wrap it"):
-        _begin(trainer, callback)
+        if change == "mesh":
+            trainer.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+        setattr(trainer, change, True)
+        messages.append(refusal(thinwire.AttachError, _begin, trainer, callback))
+    return messages
 
 
 def _begin(trainer: Any, callback: Any) -> None:
@@ -121,4 +169,18 @@ def _begin(trainer: Any, callback: Any) -> None:
 
 
 def test_what_has_no_ddp_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    on_ranks(refused, 2, tmp_path)
+    for uncalled, deepspeed, fsdp, mesh, unprepared in on_ranks(refused, 2, tmp_path):
+        assert "not called by Trainer.train(): give the callback to" in uncalled
+        assert "has deepspeed: leave it out, and use thinwire.ZeRO()" in deepspeed
+        assert "has fsdp: leave it out, and use thinwire.ZeRO()" in fsdp
+        assert "ParallelismConfig(tp_size=2) trains on a device mesh: leave out parallelism_config" in mesh
+        assert "not a WithLoss: wrap it" in unprepared
+
+
+def single(rank: int, folder: Path) -> str:
+    return refusal(thinwire.AttachError, train, tiny.Options(folder=folder))
+
+
+def test_one_process_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (message,) = on_ranks(single, 1, tmp_path)
+    assert "the trainer has one process, and makes no DDP model: start the script with torchrun" in message

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -122,6 +123,12 @@ def test_wrapped_models_train_the_same_when_dynamo_traces_them() -> None:
     run_ranks(traced, 2, PROGRAMS[-1], seconds=120)
 
 
+def fsdp1() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP's, of CPUs
+        return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+
+
 def refused(rank: int, world_size: int) -> None:
     class FSDPModule(Net):
         pass
@@ -133,6 +140,7 @@ def refused(rank: int, world_size: int) -> None:
         (Net(), r"not a Net: wrap it with torch\.nn\.parallel\.DistributedDataParallel\(model\) first"),
         (DataParallel(Net()), "runs in one process and sends nothing: use DistributedDataParallel"),
         (FSDPModule(), r"FSDP shards parameters.* use DDP, or thinwire\.ZeRO\(\)"),
+        (fsdp1(), r"FSDP shards parameters.* use DDP, or thinwire\.ZeRO\(\)"),
         (DeepSpeedEngine(), r"DeepSpeed exchanges gradients itself.* use DDP"),
         (compiled(Net()), "not a OptimizedModule: wrap it"),
     ):

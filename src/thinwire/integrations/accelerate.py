@@ -1,7 +1,8 @@
 """Hugging Face Accelerate: `attach` after `prepare`, state in `save_state`, clipping under `ZeRO`."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
 from thinwire.ddp.unwrap import ddp_of
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, OptionError
 from thinwire.gathered_state import GatheredState
 from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
@@ -20,11 +21,15 @@ from thinwire.wire import Wire
 
 logger = logging.getLogger("thinwire")
 
+_Tensors = torch.Tensor | Iterable[torch.Tensor]
+
 _WITHOUT_DDP = {
     DistributedType.NO: "it has one process, and prepare() makes no DDP model: start the script with"
-    " `accelerate launch --num_processes 2` or more, or leave thinwire out with one process",
+    " `torchrun --nproc-per-node 2` or more, or leave thinwire out with one process. (`accelerate launch"
+    " --cpu` starts one, whatever --num_processes is)",
     DistributedType.FSDP: "FSDP shards parameters, and thinwire exchanges whole gradients: leave out"
-    " fsdp_plugin, and use thinwire.ZeRO() to shard the optimizer's state",
+    " fsdp_plugin, and use thinwire.ZeRO() to shard the optimizer's state. Replicas that you shard yourself"
+    " with fully_shard, without Accelerate, work with thinwire.attach(..., replicas=mesh['replicate'])",
     DistributedType.DEEPSPEED: "DeepSpeed exchanges gradients itself and calls no hook: leave out"
     " deepspeed_plugin, and use thinwire.ZeRO() for its stage 1",
     DistributedType.MEGATRON_LM: "Megatron-LM exchanges gradients itself: leave out megatron_lm_plugin",
@@ -44,7 +49,7 @@ def attach(
 
     `accelerator.save_state` then saves every rank's state of the wire, and of the optimizer where it differs
     from rank to rank. `accelerator.load_state` loads it on any number of processes. Under `ZeRO`,
-    `accelerator.clip_grad_norm_` clips by the norm over all ranks.
+    `accelerator.clip_grad_norm_` clips by the norm over all ranks, and `clip_grad_value_` works too.
 
     Args:
         accelerator: The accelerator that has prepared the model.
@@ -58,18 +63,14 @@ def attach(
         The wire.
 
     Raises:
-        AttachError: The accelerator uses no DDP, or has not prepared the model.
+        AttachError: The accelerator uses no DDP, or a device mesh, or has not prepared the model.
 
     Example::
 
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         wire = thinwire.integrations.accelerate.attach(accelerator, model, Int8(), optimizer=optimizer)
     """
-    reason = _WITHOUT_DDP.get(accelerator.distributed_type)
-    if reason is not None:
-        raise AttachError(
-            f"attach needs DDP, and this accelerator is of {accelerator.distributed_type}: {reason}"
-        )
+    check_ddp(accelerator)
     try:
         ddp_of(model)
     except AttachError as error:
@@ -86,27 +87,61 @@ def attach(
     return wire
 
 
+def check_ddp(accelerator: Accelerator) -> None:
+    """Raise AttachError with the way out if the accelerator makes no DDP models, or trains on a mesh."""
+    reason = _WITHOUT_DDP.get(accelerator.distributed_type)
+    if reason is not None:
+        raise AttachError(
+            f"attach needs DDP, and this accelerator is of {accelerator.distributed_type}: {reason}"
+        )
+    mesh = accelerator.parallelism_config
+    names = () if mesh is None else ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+    sizes = [f"{name}={getattr(mesh, name)}" for name in names if getattr(mesh, name) > 1]
+    if sizes:
+        raise AttachError(
+            f"attach needs DDP, and ParallelismConfig({', '.join(sizes)}) trains on a device mesh: leave out"
+            " parallelism_config, and use thinwire.ZeRO() to shard the optimizer's state"
+        )
+
+
 def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None:
-    """Make `accelerator.clip_grad_norm_` clip a model under `ZeRO` by its norm over all ranks.
+    """Make the accelerator clip the gradients of a model under `ZeRO`, which are spread over all ranks.
 
     Args:
-        accelerator: The accelerator.
+        accelerator: The accelerator, whose methods `clip_grad_norm_` and `clip_grad_value_` are replaced.
         model: The prepared model.
         wire: The wire attached to it.
     """
-    own = {id(one) for one in ddp_of(model).parameters()}
-    clip: Callable[..., Any] = accelerator.clip_grad_norm_
+    own = {id(one): one for one in ddp_of(model).parameters()}
+    by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
-    def clip_grad_norm_(
-        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> Any:
+    def clip_grad_norm_(parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not any(id(one) in own for one in given):
-            return clip(given, max_norm, norm_type)
+            return by_norm(given, max_norm, norm_type)
+        _check_whole(given, own)
         accelerator.unscale_gradients()
         return wire.clip_grad_norm_(max_norm, norm_type)
 
-    accelerator.clip_grad_norm_ = clip_grad_norm_
+    def clip_grad_value_(parameters: _Tensors, clip_value: float) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        by_value(given, clip_value)
+        if any(id(one) in own for one in given):
+            wire.clip_grad_norm_(math.inf)  # ZeRO then accepts the change
+
+    accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
+
+
+def _check_whole(given: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> None:
+    """Raise OptionError unless these are the model's parameters: ranks know the norm of all of them only."""
+    trained = {key for key, one in own.items() if one.requires_grad}
+    names = {id(one) for one in given}
+    if not trained <= names <= own.keys():
+        raise OptionError(
+            f"clip_grad_norm_ was given {len(names & trained)} of {len(trained)} trained parameters of a"
+            f" model under ZeRO, and {len(names - own.keys())} others: ZeRO knows the norm of the whole model"
+            " alone, so give model.parameters(), and clip other models in a call of their own"
+        )
 
 
 def _optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[Optimizer]:

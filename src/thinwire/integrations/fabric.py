@@ -1,11 +1,13 @@
 """Lightning Fabric: `attach` after `setup`, and `State` for `fabric.save` and `fabric.load`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
@@ -29,8 +31,9 @@ def attach(
 ) -> Wire:
     """Exchange the gradients, or models, of a model of Fabric with `program`. Call it on every process.
 
-    Under `ZeRO`, `fabric.clip_gradients(..., max_norm=...)` clips by the norm over all ranks. To save the
-    wire, put a `State` into the dict that you give to `fabric.save` and `fabric.load`.
+    Under `ZeRO`, `fabric.clip_gradients(..., max_norm=...)` clips by the norm over all ranks, and
+    `clip_val=...` works too. To save the wire, put a `State` into the dict that you give to `fabric.save` and
+    `fabric.load`.
 
     Args:
         fabric: The fabric that has set up the model, with the strategy `"ddp"`.
@@ -70,6 +73,8 @@ def attach(
 class State:
     """All ranks' state of a wire, for the dict given to `fabric.save` and `fabric.load`.
 
+    The GradScaler of the fabric's precision, which Fabric does not save, is a part of it.
+
     Make it before `fabric.load`. Fabric loads the objects of a dict in any order. So what is loaded takes
     effect with the model's next forward, when model and optimizer have theirs.
 
@@ -79,6 +84,9 @@ class State:
     """
 
     def __init__(self, wire: Wire, **extra: Any) -> None:
+        scaler = wire._runner.context.scaler
+        if isinstance(scaler, GradScaler):
+            extra.setdefault("scaler", scaler)
         self._gathered = GatheredState(wire, **extra)
         self._loaded: Mapping[str, Any] | None = None
         module = called_module(require_ddp(wire._runner.context.model, "State").ddp("State"))
@@ -106,19 +114,35 @@ def _scaler_of(fabric: Fabric) -> Any:
 
 
 def _clip_by_wire(fabric: Fabric, ddp: nn.Module, wire: Wire) -> None:
-    """Make `fabric.clip_gradients` clip this model under `ZeRO` by its norm over all ranks."""
+    """Make `fabric.clip_gradients` clip this model's gradients, which `ZeRO` spreads over all ranks."""
     strategy = fabric.strategy
-    clip = strategy.clip_gradients_norm
+    by_norm, by_value = strategy.clip_gradients_norm, strategy.clip_gradients_value
 
     def clip_gradients_norm(
-        module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **more: Any
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
     ) -> Any:
         if _ddp_or_none(module) is not ddp:
-            return clip(module, optimizer, max_norm, norm_type, **more)
+            return by_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         strategy.precision.unscale_gradients(optimizer)
-        return wire.clip_grad_norm_(max_norm, norm_type)
+        norm = wire.clip_grad_norm_(max_norm, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}: with a GradScaler, which skips such steps, give"
+                " clip_gradients(..., error_if_nonfinite=False)"
+            )
+        return norm
+
+    def clip_gradients_value(module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        by_value(module, optimizer, clip_val)
+        if _ddp_or_none(module) is ddp:
+            wire.clip_grad_norm_(math.inf)  # ZeRO then accepts the change
 
     strategy.clip_gradients_norm = clip_gradients_norm
+    strategy.clip_gradients_value = clip_gradients_value
 
 
 def _ddp_or_none(module: nn.Module) -> nn.Module | None:

@@ -1,16 +1,18 @@
 """Lightning's `Trainer`: a callback that attaches when training starts."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
 from thinwire.ddp.unwrap import ddp_of
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, UnavailableError
 from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
@@ -27,7 +29,8 @@ class ThinwireCallback(Callback):
     It attaches when training starts, with the strategy `"ddp"` on any device. All ranks' state is in the
     checkpoints of the trainer, and a resumed run loads it, with any number of processes. Every
     `log_every_n_steps` steps the figures of `Metrics` go to the trainer's loggers. Under `ZeRO`,
-    `gradient_clip_val` is the norm over all ranks.
+    `gradient_clip_val` is the norm over all ranks. The callback is moved before all others, so that at the
+    end models are synchronised before a callback such as `WeightAveraging` replaces them.
 
     Args:
         program: A program, configuration or schedule, as for `thinwire.attach`.
@@ -57,16 +60,19 @@ class ThinwireCallback(Callback):
         existed.
         """
         ddp = _ddp_of(trainer)
+        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
         saved, self._saved = (self._saved if trainer.ckpt_path else None), None
         if saved is not None:
             expect_own_states(trainer.optimizers)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"scaler": scaler, **self._options}
         wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
+        if any(stage.trains_locally for stage in wire._runner.plan.stages):
+            _check_weight_averaging(trainer)
         self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
         self.wire, self._metrics = wire, Metrics(wire)
         if isinstance(wire.program, ZeRO):
-            trainer.precision_plugin.clip_grad_by_norm = lambda _, norm: wire.clip_grad_norm_(norm)
+            _clip_by_wire(trainer.precision_plugin, wire)
         if trainer.ckpt_path:
             load_or_warn(wire, self._state, saved, str(trainer.ckpt_path))
 
@@ -95,6 +101,32 @@ class ThinwireCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until training starts."""
         self._saved = state_dict
+
+
+def _check_weight_averaging(trainer: Any) -> None:
+    """Raise UnavailableError if a callback averages models over steps while each rank has its own model."""
+    stock = (WeightAveraging.should_update, EMAWeightAveraging.should_update)
+    for one in trainer.callbacks:
+        averages = isinstance(one, WeightAveraging) and type(one).should_update in stock
+        if averages or isinstance(one, StochasticWeightAveraging):
+            raise UnavailableError(
+                f"{type(one).__name__} would average each rank's own model, and ranks have different ones"
+                " between exchanges of averaged models: take a subclass of WeightAveraging whose"
+                " should_update(step_idx) is True after the steps that exchange models, as in"
+                " (step_idx + 1) % period == 0"
+            )
+
+
+def _clip_by_wire(precision: Any, wire: Wire) -> None:
+    """Make `gradient_clip_val` clip gradients under `ZeRO`, which are spread over all ranks."""
+    by_value = type(precision).clip_grad_by_value
+
+    def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
+        by_value(precision, optimizer, clip_val)
+        wire.clip_grad_norm_(math.inf)  # ZeRO then accepts the change
+
+    precision.clip_grad_by_norm = lambda _, norm: wire.clip_grad_norm_(norm)
+    precision.clip_grad_by_value = clip_grad_by_value
 
 
 def _ddp_of(trainer: Any) -> DistributedDataParallel:

@@ -11,7 +11,7 @@ from thinwire.attach import attach
 from thinwire.ddp.unwrap import ddp_of
 from thinwire.errors import AttachError
 from thinwire.gathered_state import GatheredState
-from thinwire.integrations.accelerate import clip_by_wire
+from thinwire.integrations.accelerate import check_ddp, clip_by_wire
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.options import unwrapped
@@ -54,13 +54,13 @@ class ThinwireCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach to the trainer's DDP model, and load the state of the checkpoint that is resumed."""
         trainer, checkpoint = _running()
-        accelerator, optimizer = trainer.accelerator, unwrapped(trainer.optimizer)
+        ddp, accelerator, optimizer = _prepared(trainer), trainer.accelerator, unwrapped(trainer.optimizer)
         path = None if checkpoint is None else Path(checkpoint) / FILE
         saved = torch.load(path, map_location="cpu") if path is not None and path.is_file() else None
         if saved is not None:
             expect_own_states([optimizer])
         options = {"scaler": accelerator.scaler, **self._options}
-        wire = attach(_prepared(trainer), self._program, optimizer=optimizer, **options)
+        wire = attach(ddp, self._program, optimizer=optimizer, **options)
         extra = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
         self._trainer, self.wire, self._metrics = trainer, wire, Metrics(wire)
         self._state = GatheredState(wire, everywhere=args.save_on_each_node, **extra)
@@ -129,4 +129,5 @@ def _prepared(trainer: Any) -> Any:
             "the trainer has one process, and makes no DDP model: start the script with torchrun"
             " --nproc-per-node 2 or more, or leave thinwire out with one process"
         )
+    check_ddp(trainer.accelerator)
     return ddp_of(trainer.model_wrapped)
