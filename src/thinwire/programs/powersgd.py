@@ -48,11 +48,11 @@ _START = TwoShot(Quantize(bits=4, block=64))
 class PowerSGD(Written):
     """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
 
-    Tuning. Start with `PowerSGD(rank=4, factor_dtype="bf16")`. If the loss falls behind plain DDP's, first
-    raise `warmup` to about a tenth of all steps, in which gradients change fastest. Then double the rank
-    until it does not help any more. Leave `warm_start` and `error_feedback` on, because the same rank is far
-    less accurate without them. If `thinwire bench` shows that a step is bound by computing rather than by the
-    link, compression cannot help.
+    Tuning. Start with `PowerSGD(rank=4, factor_dtype="bf16")`. If the loss falls behind plain DDP's, double
+    the rank until it does not help any more: rank 8 with bf16 factors sends as much as rank 4 without, and
+    has little more than half of its gap (docs/benchmarks.md). Leave `warm_start` and `error_feedback` on,
+    because the same rank is far less accurate without them. If `thinwire bench` shows that a step is bound by
+    computing rather than by the link, compression cannot help.
 
     Args:
         rank: Columns kept of each matrix. Bytes and work grow with it. 1 to 4 for most models, up to 32 for
