@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/thinwire report demo.json
 
 test: lint system
-	$(BIN)/pytest -n 3 --dist loadfile --ignore tests/integrations --ignore src/thinwire/integrations
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/integrations --ignore src/thinwire/integrations
 
 # Accelerate, HF Trainer, Lightning, Fabric, Ray and torchft: extras of their own, of 600 MB. CI runs them after `make test`.
 test-integrations: .venv/.integrations

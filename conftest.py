@@ -9,6 +9,7 @@ _NEEDS = {
     "src/thinwire/integrations/fabric.py": "lightning",
     "src/thinwire/integrations/lightning.py": "lightning",
     "src/thinwire/integrations/torchft.py": "torchft",
+    "src/thinwire/integrations/torchft_manager.py": "torchft",
     "src/thinwire/integrations/transformers.py": "transformers",
     "tests/integrations/lightning_rows.py": "lightning",
     "tests/integrations/test_accelerate.py": "accelerate",

@@ -307,7 +307,7 @@ def no_lighthouse(_: int) -> None:
     with pytest.raises(thinwire.WireError, match=r"no lighthouse.*torchft_lighthouse --min_replicas 2"):
         torchft.make_manager(min_replicas=2)
     with pytest.raises(thinwire.WireError, match=r"localhost:1 does not answer: start one"):
-        torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", connect_timeout=1.0)
+        torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", timeout=1.0)
 
 
 def test_no_lighthouse_is_an_error_with_a_way_out() -> None:

@@ -27,6 +27,8 @@ KEY = "thinwire"
 """The key of thinwire's state in that of a manager."""
 _BETWEEN_RETRIES = 2.0
 """Seconds between two attempts to reach a lighthouse."""
+_CONNECT_LIMIT = timedelta(seconds=10)
+"""The longest time that a lighthouse may take to answer at first."""
 _VOTE_LIMITS = 4
 """The limits that a rank waits for the votes of its replica's other ranks, which may connect, receive a state
 and wait for a collective, each for the time of one limit."""
@@ -41,7 +43,6 @@ def make_manager(
     host: str | None = None,
     timeout: timedelta | float = 60.0,
     quorum_timeout: timedelta | float = 3600.0,
-    connect_timeout: timedelta | float = 10.0,
 ) -> Manager:
     """Return a manager of torchft on Gloo. Call it on every rank of a replica.
 
@@ -56,10 +57,10 @@ def make_manager(
         name: The replica's name in logs, the same after each restart. None: host and process.
         host: The name or address by which other replicas reach this host. None: its name.
         timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
-            A stalled replica holds the others up for so long.
+            A stalled replica holds the others up for so long. The lighthouse must answer within it, and
+            within ten seconds.
         quorum_timeout: Seconds to wait for enough replicas. It must exceed the time between two exchanges,
             because a replica that joins waits for the next one.
-        connect_timeout: Seconds to wait for the lighthouse.
 
     Raises:
         WireError: There is no lighthouse.
@@ -83,7 +84,7 @@ def make_manager(
         "use_async_quorum": False,
         "timeout": limit,
         "quorum_timeout": patience,
-        "connect_timeout": _time(connect_timeout),
+        "connect_timeout": min(limit, _CONNECT_LIMIT),
         "rank": 0 if group is None else group.rank(),
         "world_size": 1 if group is None else group.size(),
         "lighthouse_addr": address,
