@@ -16,7 +16,7 @@ from thinwire.engine.meter import Meter
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """What a reducer needs to connect to the other ranks.
+    """The options with which a reducer connects to the other ranks.
 
     Attributes:
         set_up: What must be equal on all ranks.

@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether a queued program could be admitted now. The lock is not needed.
+        """True if a queued program could be admitted now. The lock is not needed.
 
         Another thread may have queued it, and found the lock taken, just before `advance` returned here.
         """

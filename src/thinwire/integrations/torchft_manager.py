@@ -126,7 +126,7 @@ def _later_manager(group: dist.ProcessGroup | None, options: dict[str, Any]) -> 
 
 @dataclass
 class _Told:
-    """What the first rank of a replica tells the others.
+    """The message of the first rank of a replica to the others.
 
     Attributes:
         host: The host of the store that the replica's managers share.
@@ -239,7 +239,7 @@ class ManagerMembership:
 
     @property
     def error(self) -> str | None:
-        """What the manager could not do in this quorum."""
+        """The failure of the manager in this quorum, or None."""
         found = self.manager.errored()
         return None if found is None else str(found.original_exception)
 

@@ -1,4 +1,4 @@
-"""What the ranks of one replica agree on before they exchange with the same ranks of other replicas.
+"""Agreement of the ranks of one replica, before they exchange with the same ranks of other replicas.
 
 Each rank of a sharded replica exchanges its own shards, in a group of its own. With the same row in each of
 these groups, all ranks of all replicas decide alike.
@@ -31,7 +31,7 @@ class OneRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a replica tells the others, the same on all of its ranks.
+    """The report of a replica to the others, the same on all of its ranks.
 
     Attributes:
         connected: Whether all ranks are connected to the other replicas.
