@@ -24,7 +24,8 @@ def programs(*points: Point) -> list[list[Any]]:
 
 
 def test_ranks_at_one_point_go_on() -> None:
-    simulate(programs(Point(8, 1), Point(8, 1), Point(8, 1)))
+    for (received,) in simulate(programs(Point(8, 1), Point(8, 1), Point(8, 1))).results:
+        assert received.tolist() == [[8, 1]] * 3
 
 
 @pytest.mark.parametrize(
