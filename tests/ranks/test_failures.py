@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_by_the_others(world_size: int, victim: int, unus
             assert f"No word from rank {victim}:" in text
             assert "step 3" in text
             assert "bucket" in text
-            assert seconds < LIMIT + 1
+            assert seconds < LIMIT + 4
 
 
 def test_a_stalled_rank_is_named_within_the_limit() -> None:
@@ -80,7 +80,7 @@ def test_a_stalled_rank_is_named_within_the_limit() -> None:
     for kind, text, seconds in results[:2]:
         assert kind == "WireError"
         assert "No word from rank 2:" in text
-        assert seconds < LIMIT + 1
+        assert seconds < LIMIT + 4
     assert results[2][0] in ("WireError", "ProgramError")  # when it wakes up, the wire is down for it too
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,9 +113,12 @@ def test_a_rank_that_dies_or_stalls_in_an_exchange_is_named(kind: str, what: str
     results = run_ranks(train, size, kind, what, victim, dies={victim})
     for name, text, seconds in results[:victim]:
         assert name == "WireError"
-        assert f"No word from rank {victim}:" in text
+        # Gloo wakes no wait for a message that is half received, so a survivor may be silent as well.
+        silent = re.search(r"No word from ranks? ([\d, ]+):", text)
+        assert silent is not None, text
+        assert str(victim) in silent[1].split(", "), text
         assert "step 3" in text
-        assert seconds < LIMIT + 1
+        assert seconds < LIMIT + 4
 
 
 @pytest.mark.parametrize(("kind", "size"), [*zip(KINDS, (4, 2, 3, 2), strict=True)])
@@ -146,7 +150,7 @@ def test_exchanges_that_differ_are_an_error_in_time_and_no_abort(kind: str, what
         assert "Rank" in text
         assert "waited for" in text
         assert "step 3" in text
-        assert seconds < LIMIT + 1
+        assert seconds < LIMIT + 4
 
 
 def alone(rank: int, size: int) -> Any:

@@ -39,7 +39,7 @@ def test_exposed_time_is_the_time_spent_waiting() -> None:
     engine.guard()
     engine.settle()
     submit(engine, staged(1), label="a", last=True)
-    time.sleep(0.4)  # backward computes for longer than the collective takes
+    time.sleep(1.0)  # backward computes for longer than the collective takes
     engine.guard()
     engine.settle()
     first, second = engine.stats().records
@@ -47,7 +47,7 @@ def test_exposed_time_is_the_time_spent_waiting() -> None:
     assert first.exposed_seconds > 0.1
     assert second.exposed_seconds == 0
     assert second.wire_seconds is not None
-    assert 0.15 < second.wire_seconds < 0.39
+    assert 0.15 < second.wire_seconds < 0.95
     engine.close()
 
 
