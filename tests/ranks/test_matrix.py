@@ -35,7 +35,7 @@ PROGRAMS: dict[str, Any] = {
     "TopK": thinwire.TopK(0.1),
     "RandomK": thinwire.RandomK(0.25),
     "PowerSGD": thinwire.PowerSGD(rank=2, warmup=2),
-    "PowerSGD bf16": thinwire.PowerSGD(rank=2, factor_dtype="bf16", warmup=0),
+    "PowerSGD int8": thinwire.PowerSGD(rank=2, factor_dtype="int8", warmup=0),
     "PowerSGD flatten": thinwire.PowerSGD(rank=1, flatten=True, warmup=0),
     "Warmup": thinwire.Warmup(thinwire.Int4(), steps=3),
     "Partition": thinwire.Partition([("*.bias", thinwire.Exact())], default=thinwire.Int4()),

@@ -113,7 +113,7 @@ def _power_sgd(rng: Random) -> Program:
         warm_start=rng.random() < 0.8,
         error_feedback=rng.random() < 0.8,
         residual=rng.choice(["mean", "sent"]),
-        factor_dtype=rng.choice([None, "bf16", "fp16"]),
+        factor_dtype=rng.choice([None, "int8", "bf16", "fp16"]),
         flatten=rng.random() < 0.2,
         warmup=rng.choice([None, 0, 3]),
     )

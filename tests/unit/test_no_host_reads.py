@@ -80,6 +80,7 @@ PUBLIC: dict[str, list[Program]] = {
         thinwire.PowerSGD(rank=2, min_compression=1),
         thinwire.PowerSGD(rank=2, min_compression=1, warmup=0),
         thinwire.PowerSGD(rank=2, min_compression=1, factor_dtype="bf16", residual="sent", warmup=0),
+        thinwire.PowerSGD(rank=2, min_compression=1, factor_dtype="int8", warmup=0),
         thinwire.PowerSGD(rank=1, min_compression=1, flatten=True, warmup=0),
         thinwire.PowerSGD(rank=1, min_compression=1, warm_start=False, warmup=0),
     ],

@@ -18,7 +18,7 @@ from thinwire.programs.lowrank import orthonormal
     world_size=st.integers(1, 7),
     rank=st.integers(1, 5),
     residual=st.sampled_from(["mean", "sent"]),
-    factor_dtype=st.sampled_from([None, "bf16", "fp16"]),
+    factor_dtype=st.sampled_from([None, "int8", "bf16", "fp16"]),
     warm_start=st.booleans(),
     flatten=st.booleans(),
     buckets=st.integers(1, 4),
@@ -40,7 +40,10 @@ def test_nothing_is_lost(world_size: int, buckets: int, **options: Any) -> None:
         torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"flatten": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"factor_dtype": "int8"}, {"flatten": True}],
+)
 def test_nothing_is_lost_when_the_warmup_ends(options: dict[str, Any]) -> None:
     """What is sent uncompressed later has no residual then, so the warm-up may leave none behind."""
     shapes: dict[str, tuple[int, ...]] = {"w": (40, 30), "small": (5, 5), "bias": (7,)}
@@ -56,7 +59,10 @@ def test_nothing_is_lost_when_the_warmup_ends(options: dict[str, Any]) -> None:
         torch.testing.assert_close(received[name] + ranks.residual(name), given[name], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"flatten": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual": "sent"}, {"factor_dtype": "bf16"}, {"factor_dtype": "int8"}, {"flatten": True}],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_nothing_is_lost_of_half_precision_gradients(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """A residual in half precision would lose what it accumulates, and overflow near the dtype's range."""
@@ -281,7 +287,9 @@ def test_the_warm_up_is_close_and_leaves_a_basis_for_the_first_low_rank_step() -
     assert apart(warm.average(gradients), corrected, "w") < 0.95 * first
 
 
-@pytest.mark.parametrize("options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"factor_dtype": "bf16"}, {"factor_dtype": "int8"}, {"flatten": True}], ids=str
+)
 def test_nothing_is_lost_where_the_warm_up_ends(options: dict[str, Any]) -> None:
     """What was applied, and the residual that is left, are all that was given."""
     ranks = Ranks(PowerSGD(rank=1, min_compression=1, warmup=3, **options), 2, dtype=torch.float64)

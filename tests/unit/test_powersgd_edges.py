@@ -50,7 +50,9 @@ def test_a_gradient_that_was_zero_is_followed_again() -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", ["w", "bias"])
 @pytest.mark.parametrize(
-    "options", [{}, {"factor_dtype": "bf16"}, {"flatten": True}, {"residual": "sent"}], ids=str
+    "options",
+    [{}, {"factor_dtype": "bf16"}, {"factor_dtype": "int8"}, {"flatten": True}, {"residual": "sent"}],
+    ids=str,
 )
 def test_an_overflow_reaches_ddp_and_leaves_no_trace(bad: float, place: str, options: dict[str, Any]) -> None:
     clean, hurt = (Ranks(PowerSGD(rank=2, min_compression=1, warmup=0, **options), 3) for _ in range(2))
@@ -77,7 +79,7 @@ def test_an_overflow_reaches_ddp_and_leaves_no_trace(bad: float, place: str, opt
         ({"rank": 1.5}, "rank=1.5"),
         ({"min_compression": 0}, "min_compression=0 must be positive"),
         ({"residual": "none"}, "residual='none' must be"),
-        ({"factor_dtype": "int8"}, "factor_dtype='int8' must be"),
+        ({"factor_dtype": "int4"}, "factor_dtype='int4' must be"),
         ({"warmup": -1}, "warmup=-1 must be a whole number"),
     ],
 )

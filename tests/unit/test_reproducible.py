@@ -74,6 +74,7 @@ def test_hosts_are_unlike() -> None:
         {"rank": 6},
         {"rank": 3, "flatten": True},
         {"rank": 6, "factor_dtype": "bf16"},
+        {"rank": 6, "factor_dtype": "int8"},
         {"rank": 2, "warm_start": False, "residual": "sent"},
     ],
     ids=str,

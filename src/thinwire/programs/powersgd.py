@@ -38,6 +38,8 @@ from thinwire.programs.reproducible import bases_of
 from thinwire.programs.twoshot import TwoShot
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_INT8 = TwoShot(Quantize(bits=8, block=64))
+"""The exchange of 8-bit factors."""
 _WARMUP = 8
 """Steps of the default warm-up (docs/benchmarks.md)."""
 _START = TwoShot(Quantize(bits=4, block=64))
@@ -48,9 +50,10 @@ _START = TwoShot(Quantize(bits=4, block=64))
 class PowerSGD(Written):
     """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
 
-    Tuning. Start with `PowerSGD(rank=4, factor_dtype="bf16")`. If the loss falls behind plain DDP's, double
-    the rank until it does not help any more: rank 8 with bf16 factors sends as much as rank 4 without, and
-    has little more than half of its gap (docs/benchmarks.md). Leave `warm_start` and `error_feedback` on,
+    Tuning. Start with `PowerSGD(rank=16, factor_dtype="int8")`. It sends as many bytes as rank 4 with float32
+    factors, and has a third of its gap to plain DDP's loss (docs/benchmarks.md). If steps still wait for the
+    link, halve the rank. If they are bound by computing, use bf16 factors and half the rank, since work grows
+    with the rank. If the loss falls behind, double the rank. Leave `warm_start` and `error_feedback` on,
     because the same rank is far less accurate without them. If `thinwire bench` shows that a step is bound by
     computing rather than by the link, compression cannot help.
 
@@ -64,9 +67,10 @@ class PowerSGD(Written):
         residual: "mean" keeps this rank's gradient minus the averaged result. "sent" keeps it minus this
             rank's own contribution. The average over ranks, and therefore training, is the same except for
             rounding. "mean" also compensates the rounding of the sum, and "sent" stays small.
-        factor_dtype: "bf16" halves all bytes, and error feedback compensates its rounding. "fp16" rounds
-            less, but if a factor exceeds 65504, the bucket's gradient is NaN, as after any overflow. None is
-            the dtype of the gradients.
+        factor_dtype: "int8" sends factors as 8-bit integers with a scale for every 64 of them, a quarter of
+            float32's bytes. "bf16" halves all bytes. Error feedback compensates the rounding of both. "fp16"
+            rounds less than bf16, but if a factor exceeds 65504, the bucket's gradient is NaN, as after any
+            overflow. None is the dtype of the gradients.
         flatten: Treat the whole bucket as one square matrix. Operations are fewer and larger, but the
             structure that makes gradients low-rank is destroyed. Only worth trying with rank=1.
         seed: Seed of the first Q.
@@ -89,7 +93,7 @@ class PowerSGD(Written):
     warm_start: bool = True
     error_feedback: bool = True
     residual: Literal["mean", "sent"] = "mean"
-    factor_dtype: Literal["bf16", "fp16"] | None = None
+    factor_dtype: Literal["int8", "bf16", "fp16"] | None = None
     flatten: bool = False
     seed: int = 0
     warmup: int | None = field(default=None, metadata=ADDED_LATER)
@@ -103,10 +107,8 @@ class PowerSGD(Written):
             raise OptionError(
                 f"residual={self.residual!r} must be 'mean' or 'sent': the value to subtract from a gradient"
             )
-        if self.factor_dtype is not None and self.factor_dtype not in _DTYPES:
-            raise OptionError(
-                f"factor_dtype={self.factor_dtype!r} must be None, {' or '.join(map(repr, _DTYPES))}"
-            )
+        if self.factor_dtype not in (None, "int8", *_DTYPES):
+            raise OptionError(f"factor_dtype={self.factor_dtype!r} must be None, 'int8', 'bf16' or 'fp16'")
         if self.warmup is not None:
             check_whole("warmup", self.warmup, 0, "steps at the start that send 4-bit integers")
 
@@ -217,12 +219,29 @@ class PowerSGD(Written):
             return [], []
         shapes = [tensor.shape for tensor in tensors]
         flat = pack(tensors)
+        if self.factor_dtype == "int8":
+            own, mean = yield from self._coded_mean(flat, bucket)
+            return unpack(own, shapes), unpack(mean, shapes)
         dtype = _DTYPES.get(self.factor_dtype or "", bucket.buffer.dtype)
         encoded = flat.mul(1 / bucket.world_size).to(dtype)
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
         return unpack(flat, shapes), unpack(mean, shapes)
+
+    def _coded_mean(self, flat: torch.Tensor, bucket: Bucket) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+        """Return this rank's numbers as sent, if residuals are computed from them, and the mean in 8 bits."""
+        sent = self.residual == "sent"
+        numbers = replace(
+            bucket,
+            buffer=flat.clone() if sent else flat,
+            names=("factors",),
+            shapes=(flat.shape,),
+            exact=frozenset(),
+            track_error=sent,
+        )
+        outcome = yield from _INT8(numbers, Memory())
+        return flat if outcome.error is None else flat - outcome.error, outcome.mean
 
     def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """Return each matrix's Q of the step before, or a random one, stacked by group."""

@@ -28,15 +28,15 @@ class Palette:
 
 def loss_by_time(cell: Cell, palette: Palette) -> Figure:
     """Draw the loss of each contestant against its wall time."""
-    return _losses(cell, palette, 0, 1.0, "seconds of training")
+    return _losses(cell, palette, 0, 1.0, {"title": {"text": "seconds of training"}, "rangemode": "tozero"})
 
 
 def loss_by_bytes(cell: Cell, palette: Palette) -> Figure:
-    """Draw the loss of each contestant against the bytes that a rank sent."""
-    return _losses(cell, palette, 1, 1e-6, "MB sent by each rank")
+    """Draw the loss of each contestant against the bytes that a rank sent, which may differ by thousands."""
+    return _losses(cell, palette, 1, 1e-6, {"title": {"text": "MB sent by each rank"}, "type": "log"})
 
 
-def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) -> Figure:
+def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: dict[str, Any]) -> Figure:
     data = []
     for track in _racing(cell):
         points = curve(track)
@@ -54,7 +54,7 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: str) 
     return {
         "data": data,
         "layout": {
-            "xaxis": {"title": {"text": axis}, "rangemode": "tozero"},
+            "xaxis": axis,
             "yaxis": {"title": {"text": "held-out loss"}},
         },
     }
