@@ -132,11 +132,18 @@ def test_there_is_no_line_for_plain_ddp_or_torchs_own() -> None:
 def test_advice_says_which_averaged_models_were_exchanged_too_seldom() -> None:
     fast = [
         dataclasses.replace(track(name, "thinwire", 0.3, 1e6, 2.0), text=name)
-        for name in ("LocalSGD(period=1)", "DiLoCo(period=1, warmup_steps=4)", "SparseLoCo(period=4)")
+        for name in (
+            "LocalSGD(period=1)",
+            "DiLoCo(period=1, warmup_steps=4)",
+            "SparseLoCo(period=4, ratio=0.05)",
+        )
     ]
     text = advice(cell(PLAIN, HALF, *fast))
     shown = "LocalSGD(period=1) (12 of 16), DiLoCo(period=1, warmup_steps=4) (8 of 16)"
-    assert f"Too few exchanges of models to judge {shown}, SparseLoCo(period=4) (3 of 128): raise" in text
+    assert (
+        f"Too few exchanges of models to judge {shown}, SparseLoCo(period=4, ratio=0.05) (3 of 40): raise"
+        in text
+    )
     assert "exchanges" not in advice(cell(PLAIN, HALF, TORCH))
     own = dataclasses.replace(fast[0], text="mine.averaging:Own(period=1)")
     unknown = dataclasses.replace(fast[0], text="OfAnotherVersion(period=1)")

@@ -321,8 +321,8 @@ def test_sparse_loco_is_a_diloco_that_prints_as_written() -> None:
     assert isinstance(config, DiLoCo)
     assert repr(config) == "SparseLoCo(period=8, warmup_steps=3)"
     assert (config.period, config.warmup_steps) == (8, 3)
-    assert "LargestEntries(ratio=0.015625, block=4096, values='int2')), keep=0.95)" in describe(config)
-    assert config.outer_loop.tuning is None, "its outer optimizer is the plain mean, for any number of ranks"
+    assert "LargestEntries(ratio=0.25, block=4096, values='int2')), keep=1.0)" in describe(config)
+    assert config.outer_loop.tuning is not None, "its outer optimizer is DiLoCo's"
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def exchanges(program: Averaging, steps: int) -> tuple[int, int]:
     Models that are trained apart fall behind at first and catch up later. Where only a share of the numbers
     is sent, most of them arrive after 1 / share exchanges, so that all of training lags behind by as many.
 
-    >>> exchanges(thinwire.DiLoCo(period=16), 64), exchanges(thinwire.SparseLoCo(period=16), 64)
+    >>> exchanges(thinwire.DiLoCo(period=16), 64), exchanges(thinwire.SparseLoCo(16, ratio=1/64), 64)
     ((4, 16), (4, 128))
     """
     made = max(0, steps - program.warmup_steps) // _period(program)
