@@ -149,6 +149,6 @@ def test_the_choices_are_variants_that_a_state_may_hold() -> None:
         "BF16()",
         "Int8()",
         "Int4()",
-        "PowerSGD(factor_dtype='bf16', warmup=0)",
+        "PowerSGD(rank=8, factor_dtype='int8', warmup=0)",
     ]
     assert auto.Auto is thinwire.Auto

@@ -139,6 +139,17 @@ def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
     engine.close()
 
 
+def test_a_rank_whose_program_failed_is_named_even_if_another_is_silent() -> None:
+    echo = Echo()
+    echo.size, echo.answer = 4, RuntimeError("gone")
+    echo.meeting.words.update({1: "failed: the program failed on a", 2: "waited for AllReduce"})
+    engine = engine_on(echo)
+    submit(engine, staged(1), label="a", last=True)
+    with pytest.raises(WireError, match=r"it failed\. Rank 1 failed: the program failed on a\. The job"):
+        engine.settle()
+    engine.close()
+
+
 def test_in_a_guarded_step_only_settle_raises() -> None:
     echo = Echo(delay=0.2)
     echo.answer = RuntimeError("gone")

@@ -5,6 +5,9 @@ import contextlib
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.rendezvous import ranks_text
 
+CAUSE = "failed: "
+"""How the report of a rank begins that did not fail by waiting for another."""
+
 
 def report(communicator: Communicator, text: str) -> None:
     """Report a failure of this rank to the others, if they have a store."""
@@ -14,10 +17,11 @@ def report(communicator: Communicator, text: str) -> None:
 
 
 def roll_call(communicator: Communicator, op: object) -> str:
-    """Describe which ranks have reported a failure, and which have not.
+    """Describe which rank caused a failure, or which ranks have reported one and which have not.
 
-    Ranks outside the collective may have no failure to report. They are named only if all ranks of the
-    collective have reported, since one outside must then be the cause.
+    A rank whose program failed is the cause, even if others are silent. Ranks outside the collective may have
+    no failure to report. They are named only if all ranks of the collective have reported, since one outside
+    must then be the cause.
 
     Args:
         communicator: The ranks to ask.
@@ -33,9 +37,12 @@ def roll_call(communicator: Communicator, op: object) -> str:
         reports = meeting.reports(communicator.roll_call)
     except RuntimeError:
         return "The store does not answer either: its host, often rank 0's, has died or is frozen."
+    others = {peer: f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank}
+    if causes := [text for peer, text in others.items() if reports[peer].startswith(CAUSE)]:
+        return " ".join(causes)
     silent = [peer for peer in range(size) if peer not in reports]
     taking_part = getattr(op, "ranks", None) or range(size)
     silent = [peer for peer in silent if peer in taking_part] or silent
     if silent:
         return f"No word from {ranks_text(silent)}: dead, stalled, or not taking part in this step."
-    return " ".join(f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank)
+    return " ".join(others.values())

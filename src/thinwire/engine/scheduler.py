@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thinwire.engine.communicator import Communicator, NotConnectedError
-from thinwire.engine.failure import report, roll_call
+from thinwire.engine.failure import CAUSE, report, roll_call
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective
@@ -163,7 +163,7 @@ class Scheduler:
         error.__context__ = None
         step, self._step = self._step, None
         if first:
-            report(self.communicator, f"failed: {error}")
+            report(self.communicator, f"{CAUSE}{error}")
         for run in step.runs if step else ():
             run.fail(error)
         if step:

@@ -41,7 +41,7 @@ _GAIN = 1.02
 
 
 def _candidates() -> tuple[Program, ...]:
-    return (BF16(), Int8(), Int4(), PowerSGD(rank=4, factor_dtype="bf16", warmup=0))
+    return (BF16(), Int8(), Int4(), PowerSGD(rank=8, factor_dtype="int8", warmup=0))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -29,11 +29,12 @@ DEFAULTS = (
     "Sign",
     "TopK",
     "PowerSGD(rank=4, factor_dtype='bf16', warmup=0)",
-    "PowerSGD(rank=8, warmup=0)",
+    "PowerSGD(rank=8, factor_dtype='int8', warmup=0)",
+    "PowerSGD(rank=16, factor_dtype='int8', warmup=0)",
     "DiLoCo(period=16)",
     "DiLoCo(period=16, program=Int4())",
-    "DiLoCo(period=64, program=Int4())",
-    "SparseLoCo(period=16)",
+    "DiLoCo(period=32, program=Int2())",
+    "SparseLoCo(period=32)",
 )
 """The programs of a plan, as text, which the command line parses. Plain DDP is always compared."""
 

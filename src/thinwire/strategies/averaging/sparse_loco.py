@@ -30,8 +30,8 @@ def SparseLoCo(  # noqa: N802 - it reads as the configuration that it makes
     exchange, once in `period` steps. The bytes grow with the number of ranks. 1-D tensors are exact, and in
     small models they make up much of the bytes. `rules=[("*", config.program)]` sends them sparse too.
 
-    Use it for long trainings. Entries arrive late, so short trainings fall behind. For models of a million
-    parameters, `DiLoCo` with `Int2()` and a longer period was as good for the same bytes (docs/benchmarks.md).
+    Use it for long trainings. Entries arrive late, so short trainings fall behind. For a model of a million
+    parameters, `DiLoCo` with `Int2()` and a longer period was as good in the same bytes (docs/benchmarks.md).
 
     The paper sends 1/64 of the entries, feeds back 0.95 of the residual, and uses SGD with lr 1 as the outer
     optimizer. Models of a million parameters learn far more slowly with these settings:
