@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.powersgd import SHAPES, Ranks, low_rank, mean_of
 from thinwire import Memory, OptionError, PowerSGD, Warmup
+from thinwire.engine.simulate import rehearse
 from thinwire.programs.lowrank import orthonormal
 
 
@@ -199,6 +200,18 @@ def test_two_collectives_that_carry_the_factors_and_all_else() -> None:
     halves = collectives(PowerSGD(rank=2, min_compression=1, factor_dtype="bf16", warmup=0))
     assert [tensor.dtype for tensor in halves] == [torch.bfloat16] * 2
     assert [tensor.numel() for tensor in halves] == [first.numel(), second.numel()]
+
+
+def bytes_of(factor_dtype: Any) -> int:
+    """What one of four ranks sends of a matrix."""
+    program = PowerSGD(rank=8, factor_dtype=factor_dtype, warmup=0)
+    bucket = Ranks(program, 4, {"w": (512, 256)}).bucket(["w"], torch.ones(512 * 256), 0, 0)
+    return sum(op.bytes_sent(0, 4) for op in rehearse(program(bucket, Memory()), 0, 4))
+
+
+def test_factors_in_8_bits_take_a_quarter_of_the_bytes_and_a_scale_for_every_64() -> None:
+    assert bytes_of("bf16") == bytes_of(None) / 2
+    assert bytes_of("int8") == bytes_of(None) / 4 * (1 + 4 / 64)
 
 
 def test_a_bucket_with_nothing_to_compress_takes_one_collective() -> None:
