@@ -6,6 +6,9 @@ from thinwire.bench.results import Cell, Track
 from thinwire.bench.summary import Row, curve, rows
 from thinwire.report.frame import COLOURS, GREY, Figure, line
 
+_FAR = 10
+"""The ratio between the longest and the shortest curve from which an axis is logarithmic."""
+
 
 class Palette:
     """The colours of a page, one for each program. torch's hook shares its program's colour."""
@@ -28,15 +31,15 @@ class Palette:
 
 def loss_by_time(cell: Cell, palette: Palette) -> Figure:
     """Draw the loss of each contestant against its wall time."""
-    return _losses(cell, palette, 0, 1.0, {"title": {"text": "seconds of training"}, "rangemode": "tozero"})
+    return _losses(cell, palette, 0, 1.0, "seconds of training")
 
 
 def loss_by_bytes(cell: Cell, palette: Palette) -> Figure:
-    """Draw the loss of each contestant against the bytes that a rank sent, which may differ by thousands."""
-    return _losses(cell, palette, 1, 1e-6, {"title": {"text": "MB sent by each rank"}, "type": "log"})
+    """Draw the loss of each contestant against the bytes that a rank sent."""
+    return _losses(cell, palette, 1, 1e-6, "MB sent by each rank")
 
 
-def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: dict[str, Any]) -> Figure:
+def _losses(cell: Cell, palette: Palette, column: int, scale: float, title: str) -> Figure:
     data = []
     for track in _racing(cell):
         points = curve(track)
@@ -51,10 +54,15 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, axis: dict[
         )
         drawn["line"] |= {"dash": dash, "width": width}
         data.append(drawn)
+    ends = [max(drawn["x"], default=0.0) for drawn in data]
+    far_apart = ends and max(ends) > _FAR * min(ends)
     return {
         "data": data,
         "layout": {
-            "xaxis": axis,
+            "xaxis": {
+                "title": {"text": title},
+                **({"type": "log"} if far_apart else {"rangemode": "tozero"}),
+            },
             "yaxis": {"title": {"text": "held-out loss"}},
         },
     }
