@@ -22,3 +22,5 @@ def test_an_axis_is_logarithmic_only_if_curves_end_far_apart() -> None:
     by_time, by_bytes = (draw(own, Palette([own])) for draw in (loss_by_time, loss_by_bytes))
     assert "type" not in by_time["layout"]["xaxis"]
     assert by_bytes["layout"]["xaxis"]["type"] == "log"
+    assert all(min(one["x"]) > 0 for one in by_bytes["data"])
+    assert all(one["x"][0] == 0 for one in by_time["data"])

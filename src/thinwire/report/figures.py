@@ -56,6 +56,9 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, title: str)
         data.append(drawn)
     ends = [max(drawn["x"], default=0.0) for drawn in data]
     far_apart = ends and max(ends) > _FAR * min(ends)
+    for drawn in data if far_apart else ():
+        seen = [(x, y) for x, y in zip(drawn["x"], drawn["y"], strict=True) if x > 0]  # no logarithm of zero
+        drawn["x"], drawn["y"] = [x for x, _ in seen], [y for _, y in seen]
     return {
         "data": data,
         "layout": {
