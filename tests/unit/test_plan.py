@@ -329,6 +329,17 @@ def test_a_transformer_of_a_size_has_that_size() -> None:
         assert sum(s.numel() for s in transformer_shapes(count).values()) == pytest.approx(count, rel=0.05)
 
 
+@pytest.mark.parametrize("text", DEFAULTS)
+def test_every_default_is_planned_for_many_hosts(text: str) -> None:
+    planner = Planner(assumed({"w": torch.Size((64, 64)), "v": torch.Size((64, 64))}, 0.1), speeds=Speeds())
+    for ranks in (2, 8, 64):
+        plain, row = planner.quick_rows(
+            [Candidate.of(text, parse_program(text))], network(1e8, ranks), Known()
+        )
+        assert plain.candidate.given is None
+        assert math.isfinite(row.cost.step)
+
+
 def test_many_ranks_take_a_moment() -> None:
     layout = Layout.of(thinwire.Int8(), ("w",), {"w": torch.Size((1024, 1024))}, ())
     sent = [sum(one.sent for one in traffic(layout, ranks, 0).transfers) for ranks in (64, 4096)]

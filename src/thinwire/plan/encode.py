@@ -116,12 +116,11 @@ def measure(layout: Layout, ranks: int, step: int) -> Speed:
     per_rank = tuple(0.0 for _ in seconds)
     if ranks == _MOST_RANKS:
         fewer, _ = _timed(sample, _FEW_RANKS, step)
-        grows = sum(seconds) > _SIGNIFICANT * sum(fewer)
-        extra = ranks - _FEW_RANKS
-        per_rank = tuple(
-            max(0.0, (more - less) / extra) if grows else 0.0
-            for more, less in zip(seconds, fewer, strict=True)
-        )
+        # A program of other stages for many ranks has them so that its work does not grow with their number.
+        alike = len(fewer) == len(seconds)
+        if alike and sum(seconds) > _SIGNIFICANT * sum(fewer):
+            pairs = zip(seconds, fewer, strict=True)
+            per_rank = tuple(max(0.0, (more - less) / (ranks - _FEW_RANKS)) for more, less in pairs)
     return Speed(seconds, spread, sample.numbers, per_rank)
 
 
