@@ -17,9 +17,6 @@ SOURCE = ROOT / "src" / "thinwire"
 PAGE = (ROOT / "docs" / "design" / "architecture.md").read_text()
 TREE = PAGE.split("```\nsrc/thinwire/\n")[1].split("```")[0]
 
-_FREE = {"cli", "ddp_comm_hooks", "kernels", "optim"}
-"""Rooms whose parameter lists are given: one for each option of a command, torch's own, or a C function's."""
-
 
 def test_every_room_and_loose_module_is_on_the_page_and_nothing_else() -> None:
     top = re.findall(r"^  (\S.*?)(?:  |$)", TREE, flags=re.M)
@@ -45,42 +42,6 @@ def test_the_way_of_a_gradient_names_functions_that_exist() -> None:
         tree = ast.parse((SOURCE / file).read_text())
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert set(function.split(".")) <= names, f"{file} has no {function}"
-
-
-def _attributes(kind: ast.ClassDef) -> set[str]:
-    """Names that a class sets on itself or on its objects."""
-    fields: list[ast.expr] = [one.target for one in kind.body if isinstance(one, ast.AnnAssign)]
-    fields += [target for one in kind.body if isinstance(one, ast.Assign) for target in one.targets]
-    own = {one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("__")}
-    return own | {
-        node.attr
-        for node in ast.walk(kind)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-
-
-def test_no_class_has_more_than_20_attributes() -> None:
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found = _attributes(node)
-                assert len(found) <= 20, f"{path.name}: {node.name} has {len(found)}: {sorted(found)}"
-
-
-def test_sizes_stay_readable() -> None:
-    """No module over 400 lines, no function over 60, at most 7 parameters outside `attach`."""
-    for path in SOURCE.rglob("*.py"):
-        text = path.read_text()
-        assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                lines = (node.end_lineno or 0) - (body[0].lineno if body else node.lineno) + 1
-                assert lines <= 60, f"{path.name}: {node.name} has {lines} lines"
-                given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                count = len([name for name in given if name not in ("self", "cls")])
-                assert count <= 7 or node.name == "attach" or _FREE & set(path.parts), f"{path}: {node.name}"
 
 
 DOORS = {
