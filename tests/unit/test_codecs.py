@@ -73,6 +73,10 @@ class Broken(BlockCodec):
             x = torch.where(x.isfinite(), x.clamp(-0.5, 0.5), x)
         if self.defect == "form":
             return (x[:, : 8 if x.any() else 4].clone(),)
+        if self.defect == "empty":
+            x = x / x.abs().max()
+        if self.defect == "narrow":
+            return (x.view(-1, self.block).clone(),)
         return (x.clone(),)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
@@ -89,6 +93,8 @@ class Broken(BlockCodec):
         ("clips", "with feedback: .* numbers are off by"),
         ("zeros", "decodes 1 zeros to other values"),
         ("form", "in different forms"),
+        ("empty", r"encode of 0 numbers \(shape \(0,\), .*float32\) raised .* blocks have shape \(0, 8\)"),
+        ("narrow", r"decode of 0 numbers .* raised .* blocks have shape \(0, 8\), with block=16"),
     ],
 )
 def test_the_battery_finds_defects(defect: str, said: str) -> None:

@@ -170,7 +170,8 @@ class BlockCodec(Codec):
         """Encode a matrix with one block per row.
 
         Args:
-            x: Blocks in float32. Do not change them.
+            x: Blocks in float32. Do not change them. Tensors shorter than `block` come as one narrower block,
+                whose width is a multiple of 8. An empty tensor comes as a matrix without rows.
 
         Returns:
             Parts with one row per row of `x`.

@@ -1,11 +1,12 @@
 """Tests of the properties that a codec needs for gradients."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from thinwire.codecs.codec import Codec, Parts, reseeded
+from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
 from thinwire.programs.allreduce import Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
@@ -32,7 +33,7 @@ def check_codec(codec: Codec) -> None:
         codec: The codec to check.
 
     Raises:
-        AssertionError: The codec breaks a rule. The message says which one.
+        AssertionError: The codec breaks a rule, or raises. The message says which rule, and for which input.
 
     Example::
 
@@ -47,8 +48,41 @@ def programs_for(codec: Codec) -> list[Program]:
     return [TwoShot(codec), Gathered(codec), *([Reduced(codec)] if codec.additive else [])]
 
 
+def _encoded(codec: Codec, x: torch.Tensor) -> Parts:
+    with _naming(codec, "encode", x):
+        return codec.encode(x)
+
+
+def _decoded(codec: Codec, parts: Parts, into: torch.Tensor) -> torch.Tensor:
+    with _naming(codec, "decode", into):
+        return codec.decode(parts, into)
+
+
 def _round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    return codec.decode(codec.encode(x), torch.empty_like(x))
+    return _decoded(codec, _encoded(codec, x), torch.empty_like(x))
+
+
+@contextlib.contextmanager
+def _naming(codec: Codec, method: str, numbers: torch.Tensor) -> Iterator[None]:
+    """Turn an exception of a codec into a failed check that names the input.
+
+    The traceback ends inside the codec, where only a slice of a block is left of the input.
+    """
+    try:
+        yield
+    except Exception as error:
+        what = f"{numbers.numel()} numbers (shape {tuple(numbers.shape)}, {numbers.dtype})"
+        raise AssertionError(
+            f"{codec}: {method} of {what} raised {type(error).__name__}: {error}{_hint(codec, numbers)}"
+        ) from error
+
+
+def _hint(codec: Codec, numbers: torch.Tensor) -> str:
+    """Return the shape that `encode_blocks` or `decode_blocks` had to deal with."""
+    if not isinstance(codec, BlockCodec):
+        return ""
+    width = codec.width(numbers.numel())
+    return f". Its blocks have shape ({-(-numbers.numel() // width)}, {width}), with block={codec.block}"
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,13 +96,13 @@ def _form(parts: Parts) -> list[tuple[torch.dtype, torch.Size]]:
 def _any_size(codec: Codec) -> None:
     for size in _SIZES:
         x = _numbers(size)
-        before, parts = x.clone(), codec.encode(x)
+        before, parts = x.clone(), _encoded(codec, x)
         assert torch.equal(x, before), f"{codec} modifies its input of {size} numbers"
         assert all(part.data_ptr() != x.data_ptr() for part in parts if part.numel()), (
             f"{codec} returns its input instead of a copy"
         )
         into = torch.full((size,), math.nan)
-        assert codec.decode(parts, into) is into, f"{codec} does not return `into`"
+        assert _decoded(codec, parts, into) is into, f"{codec} does not return `into`"
         assert into.isfinite().all(), f"{codec} leaves some of {size} numbers unwritten or non-finite"
 
 
@@ -102,7 +136,7 @@ def _extremes(codec: Codec) -> None:
 def _form_depends_on_length_alone(codec: Codec) -> None:
     for size in _SIZES:
         forms = [
-            _form(codec.encode(x)) for x in (_numbers(size), torch.zeros(size), torch.full((size,), 1e30))
+            _form(_encoded(codec, x)) for x in (_numbers(size), torch.zeros(size), torch.full((size,), 1e30))
         ]
         assert forms[0] == forms[1] == forms[2], f"{codec} encodes {size} numbers in different forms: {forms}"
 
@@ -118,7 +152,7 @@ def _overflow_shows(codec: Codec) -> None:
 
 
 def _bytes_as_declared(codec: Codec) -> None:
-    parts = codec.encode(_numbers(_MANY))
+    parts = _encoded(codec, _numbers(_MANY))
     bits = 8 * sum(part.numel() * part.element_size() for part in parts) / _MANY
     declared = codec.wire_bits
     assert abs(bits - declared) <= 0.02 * declared, (
@@ -128,9 +162,10 @@ def _bytes_as_declared(codec: Codec) -> None:
 
 def _adding_is_decoding(codec: Codec) -> None:
     for size in (1, 257, 4099):
-        parts, start = codec.encode(_numbers(size)), torch.full((size,), 3.0)
-        expected = start - 0.5 * codec.decode(parts, torch.empty(size))
-        codec.add(parts, start, -0.5)
+        parts, start = _encoded(codec, _numbers(size)), torch.full((size,), 3.0)
+        expected = start - 0.5 * _decoded(codec, parts, torch.empty(size))
+        with _naming(codec, "add", start):
+            codec.add(parts, start, -0.5)
         assert torch.allclose(start, expected, atol=1e-6), (
             f"{codec}: add() adds other values than decode() returns"
         )
@@ -139,9 +174,9 @@ def _adding_is_decoding(codec: Codec) -> None:
 def _sums_where_it_says_so(codec: Codec) -> None:
     if codec.additive:
         a, b = _numbers(1000), _numbers(1000).flip(0)
-        total = tuple(one + other for one, other in zip(codec.encode(a), codec.encode(b), strict=True))
+        total = tuple(one + other for one, other in zip(_encoded(codec, a), _encoded(codec, b), strict=True))
         separate = _round_trip(codec, a) + _round_trip(codec, b)
-        together = codec.decode(total, torch.empty(1000))
+        together = _decoded(codec, total, torch.empty(1000))
         error = (together - separate).norm() / separate.norm()
         assert error < 0.01, f"{codec} is declared additive, but a sum of encodings is off by {error:.1%}"
 
@@ -154,7 +189,7 @@ def _feedback_gets_everything_across(codec: Codec) -> None:
         for step in range(steps):
             drawn = reseeded(codec, step)
             residual += x
-            residual -= drawn.decode(drawn.encode(residual), torch.empty(size))
+            residual -= _round_trip(drawn, residual)
         for what, part, allowed in (("", slice(None), 0.35), (" at their end", slice(-3, None), 0.9)):
             off = residual[part].norm() / steps / x[part].norm()
             assert off < allowed, (
