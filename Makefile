@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 # The native kernels, which `pip install -e .` builds in place.
 KERNELS := $(wildcard src/thinwire/kernels/*.c src/thinwire/kernels/*.h)
 
-.PHONY: demo test test-integrations docs dist lint bench soak soak-live sanitize compat system clean
+.PHONY: demo test test-integrations docs dist lint bench soak soak-live sanitize compat constraints system clean
 
 demo: $(READY)
 	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
@@ -82,10 +82,20 @@ TESTS ?=
 COMPAT := .venv-torch-$(TORCH)
 compat: system
 	$(PYTHON) -m venv $(COMPAT)
-	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.txt > $(COMPAT)/constraints.txt
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.in > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]'
 	$(COMPAT)/bin/python -c "import torch; print('torch', torch.__version__)"
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
+
+# Every package that the extras install, with its version, for all supported Pythons: constraints.txt from constraints.in.
+# No hashes: a build of torch for CPU has others than the one on PyPI.
+constraints: build/uv
+	$</bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --upgrade -c constraints.in \
+	    --no-annotate --custom-compile-command "make constraints" --quiet -o constraints.txt
+
+build/uv:
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet uv
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:

@@ -1,13 +1,17 @@
-"""The build of the package ships every file of the native kernels, and works without a compiler."""
+"""The package ships all sources of its kernels, builds without a compiler, and pins what it installs."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "thinwire" / "kernels"
@@ -59,3 +63,27 @@ def test_without_a_compiler_the_package_is_built_without_kernels(checkout: Path)
         "thinwire_command.py",
     } <= set(names)
     assert not [name for name in names if name.endswith(".so")]
+
+
+def _installed(name: str, extras: set[str], found: dict[str, set[str]]) -> None:
+    """Collect an installed distribution and all that it requires, as pip walks them."""
+    if not extras - found.get(name, set()) and name in found:
+        return
+    found.setdefault(name, set()).update(extras)
+    try:
+        requires = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return  # of an extra that is not installed
+    for text in requires:
+        one = Requirement(text)
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+            _installed(canonicalize_name(one.name), set(one.extras), found)
+
+
+def test_everything_that_is_installed_has_a_pinned_version() -> None:
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    needed: dict[str, set[str]] = {}
+    _installed("thinwire", {"dev"}, needed)
+    assert len(needed) > 50, "the walk found too few packages"
+    unpinned = needed.keys() - set(map(canonicalize_name, pins)) - {"thinwire"}
+    assert not unpinned, f"run `make constraints`: {sorted(unpinned)} have no version in constraints.txt"
