@@ -1,5 +1,6 @@
 """The pages that the documentation is made of: every public name once, every section filled."""
 
+import inspect
 import json
 import re
 from functools import cache
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import thinwire
 from tests.surface.test_surface import ARRIVED
 from thinwire.docs.book import Book
+from thinwire.docs.docstrings import parse
 from thinwire.docs.keywords import all_keywords
 from thinwire.docs.pages import SECTIONS, index_page, llms_text, module_page
 from thinwire.docs.project import Page, Project
+from thinwire.docs.relations import document_of
 from thinwire.docs.site import write_sources
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +51,6 @@ def test_every_exported_name_is_documented_exactly_once_and_in_the_index() -> No
 
 
 def test_the_public_names_are_those_of_the_package() -> None:
-    import thinwire
-
     names = {name for one in BOOK.project.entries for name in (one.name, *one.aliases)}
     assert {f"thinwire.{name}" for name in thinwire.__all__} <= names
 
@@ -81,7 +83,7 @@ def test_every_module_and_every_page_of_the_checkout_can_be_reached_from_the_sta
     for page in PAGES:
         assert f"</{page.document}>" in index
     for path in ROOT.glob("docs/**/*.md"):
-        assert f"/{path.relative_to(ROOT).as_posix().removesuffix('.md')}" in index
+        assert f"/{document_of(path.relative_to(ROOT).as_posix())}" in index or path.name == "README.md"
     assert {one.name for page in PAGES for one in page.modules} == set(BOOK.project.modules)
 
 
@@ -118,3 +120,37 @@ def test_packages_of_others_have_the_same_pages(package: str, tmp_path: Path) ->
         check_sections((tmp_path / "sources" / f"{page.document}.md").read_text())
     keywords = json.loads((tmp_path / "sources" / "keywords.json").read_text())["keywords"]
     assert {one.item.name for one in book.project.entries} <= {one["word"] for one in keywords}
+
+
+def test_the_api_page_has_every_public_name_with_its_summary() -> None:
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (ROOT / "docs/api.md").read_text(), flags=re.M))
+    entries = {one.name.removeprefix("thinwire."): one.item for one in BOOK.project.entries}
+    expected = {name: parse(item.doc).summary for name, item in entries.items() if item.doc}
+    assert {name: rows.get(name) for name in expected} == expected
+    assert rows.keys() == entries.keys()
+
+
+def test_the_readme_is_the_start_page(tmp_path: Path) -> None:
+    write_sources(BOOK, tmp_path / "sources")
+    index = (tmp_path / "sources" / "index.md").read_text()
+    assert index.startswith("# thinwire\n")
+    assert "## Two commands" in index
+    assert "{toctree}" in index
+    assert not (tmp_path / "sources" / "README.md").exists()
+    assert "{py:obj}`Int8 <thinwire.Int8>`" in (tmp_path / "sources" / "docs" / "api.md").read_text()
+
+
+def test_the_package_has_public_names_and_internal_modules_are_not_listed_as_public() -> None:
+    (package,) = (one for one in PAGES if one.name == "thinwire")
+    assert re.search(r"\| public names \| \d+ that its modules define \|", text_of(package))
+    public = {one.name for one in PAGES if not one.internal}
+    assert {"thinwire.attach", "thinwire.telemetry.sinks", "thinwire.integrations.accelerate"} <= public
+    assert not public & {"thinwire.options", "thinwire.units", "thinwire.fsdp.internals"}
+
+
+def test_a_signature_has_the_options_of_the_base_class() -> None:
+    (diloco,) = (one.item for one in BOOK.project.entries if one.name == "thinwire.DiLoCo")
+    options = tuple(inspect.signature(thinwire.DiLoCo).parameters)
+    assert diloco.parameters == options
+    assert "warmup_steps" in options
+    assert "program: Program = Exact()" in diloco.signature

@@ -71,7 +71,7 @@ class Book:
         """Return a Markdown link from a module's page to a section of another page."""
         anchor = f"#{text.anchor}" if text.anchor else ""
         title = re.sub(r"([\[\]<>*_`])", r"\\\1", text.title)
-        return f"[{title}](/{text.path}{anchor})"
+        return f"[{title}](/{text.document}.md{anchor})"
 
     def replaced(self, module: Module) -> str | None:
         """Return the module that this one is a drop-in replacement for, if its docstring says so."""

@@ -103,7 +103,7 @@ def concepts(book: Book) -> list[Keyword]:
 
 
 def _terms(book: Book, text: Text) -> Iterator[Keyword]:
-    page = text.path.removesuffix(".md")
+    page = text.document
     for line in text.lines:
         row = _TERM.match(line)
         terms, meaning = (row["terms"].split(", "), row["text"]) if row else ([], "")
@@ -144,7 +144,7 @@ def headings(book: Book) -> list[Keyword]:
         Keyword(
             word=one.title,
             kind="section",
-            page=one.path.removesuffix(".md"),
+            page=one.document,
             anchor=one.identifier,
             section=one.title,
         )

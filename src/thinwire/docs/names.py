@@ -26,6 +26,10 @@ class Names:
             self._short.setdefault(entry.item.name, set()).add(entry.name)
             self._targets |= {f"{entry.name}.{one.name}" for one in members_shown(entry)}
 
+    def public(self, name: str) -> str | None:
+        """Return the full name of a public object that a page names with or without the package, or None."""
+        return next((one for one in (name, f"{self._project.name}.{name}") if one in self._targets), None)
+
     def unique(self, short: str) -> str | None:
         """Return the full name of the only public object called `short`, or None."""
         found = self._short.get(short.rpartition(".")[2], set())

@@ -9,6 +9,7 @@ from thinwire.docs.book import Book
 from thinwire.docs.docstrings import code, inline, markdown
 from thinwire.docs.keywords import Keyword, as_list, keywords_of
 from thinwire.docs.project import Page
+from thinwire.docs.relations import document_of
 
 Section = Callable[[Book, Page], str]
 
@@ -44,28 +45,35 @@ def module_page(book: Book, page: Page) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def index_page(book: Book) -> str:
-    """Return the start page, from which every page can be reached."""
-    project, link = book.project, book.names.linker
-    main = project.modules.get(project.name)
-    intro = (
-        [inline(book.doc(main).summary, link(main)), markdown(book.doc(main).body, link(main))]
-        if main
-        else []
-    )
-    example = book.doc(main).texts.get("example") if main else None
-    if example:
-        intro.append(code(example))
+def index_page(book: Book, readme: str = "") -> str:
+    """Return the start page, from which every page can be reached.
+
+    Args:
+        book: The material of the site.
+        readme: Text of the checkout's README, which the page begins with. Without one it begins with the
+            docstring of the package.
+    """
+    intro = [readme.strip()] if readme else _introduction(book)
     intro.append(
-        "Find a name in the [keyword index](keywords.md), the {ref}`general index <genindex>` or with the"
-        " search. Programs can read [keywords.json](keywords.json) and [llms.txt](llms.txt)."
+        "## Find a name\n\nLook in the [keyword index](keywords.md), the {ref}`general index <genindex>` or"
+        " use the search. Programs can read [keywords.json](keywords.json) and [llms.txt](llms.txt)."
     )
     contents = {title: documents for title, documents in _contents(book).items() if documents}
     trees = [_toctree(book, title, documents) for title, documents in contents.items()]
     shown = [
         f"## {title}\n\n" + "\n".join(_line(book, one) for one in held) for title, held in contents.items()
     ]
-    return "\n\n".join([f"# {project.name}", *intro, *shown, *trees]) + "\n"
+    return "\n\n".join([*intro, *shown, *trees]) + "\n"
+
+
+def _introduction(book: Book) -> list[str]:
+    """Return the name of the package and its docstring."""
+    main = book.project.modules.get(book.project.name)
+    if main is None:
+        return [f"# {book.project.name}"]
+    doc, link = book.doc(main), book.names.linker(main)
+    example = [code(doc.texts["example"])] if "example" in doc.texts else []
+    return [f"# {book.project.name}", inline(doc.summary, link), markdown(doc.body, link), *example]
 
 
 def _line(book: Book, document: str) -> str:
@@ -83,13 +91,13 @@ def _contents(book: Book) -> dict[str, list[str]]:
     pages = [
         path.relative_to(book.project.root).as_posix() for path in book.relations.pages if book.project.root
     ]
-    documents = [one.removesuffix(".md") for one in pages]
+    documents = [document_of(one) for one in pages]
     guides = [one for one in documents if "/guides/" in one]
     folders = [one for one in documents if one.startswith("docs/") and one not in guides]
     design = [one for one in folders if "/design/" in one]
     public = [one.document for one in book.project.pages if not one.internal]
     internal = [one.document for one in book.project.pages if one.internal]
-    loose = [one for one in documents if "/" not in one]
+    loose = [one for one in documents if "/" not in one and one != "index"]
     return {
         "Guides": _in_reading_order(book, guides),
         "Subjects": _in_reading_order(book, [one for one in folders if one not in design]),
@@ -141,7 +149,7 @@ def llms_text(book: Book) -> str:
     if book.relations.pages and project.root:
         lines.append("## Pages")
         for path in book.relations.pages:
-            document = path.relative_to(project.root).as_posix().removesuffix(".md")
+            document = document_of(path.relative_to(project.root).as_posix())
             title = re.search(r"^# (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             lines.append(f"- [{title[1] if title else document}]({document}.html)")
         lines.append("")

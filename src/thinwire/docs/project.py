@@ -1,11 +1,11 @@
 """The structure of a package's site: modules with a page, public names, and where they are documented."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from thinwire.docs.source import Item, Module, find_package, read_package
+from thinwire.docs.source import Field, Item, Module, constructor, find_package, read_package
 
 _CHECKOUT = ("pyproject.toml", "setup.py", "setup.cfg")
 
@@ -74,7 +74,31 @@ class Project:
             OptionError: If there is no such package, or it has no Python source.
         """
         folder = find_package(name)
-        return cls(folder, {one.name: one for one in read_package(folder)})
+        read = cls(folder, {one.name: one for one in read_package(folder)})
+        return cls(folder, {name: read._with_inherited_fields(one) for name, one in read.modules.items()})
+
+    def _with_inherited_fields(self, module: Module) -> Module:
+        """Return a module whose dataclasses have the whole signature of their constructors."""
+        items = []
+        for item in module.items:
+            fields = self._all_fields(module, item) if item.fields else ()
+            names = tuple(one.name for one in fields) or item.parameters
+            items.append(
+                replace(item, signature=constructor(fields) or item.signature, parameters=names)
+                if fields != item.fields
+                else item
+            )
+        return replace(module, items=tuple(items))
+
+    def _all_fields(self, module: Module, item: Item, depth: int = 8) -> tuple[Field, ...]:
+        """Return the fields of a dataclass and of its bases in this package, in the constructor's order."""
+        found: dict[str, Field] = {}
+        for base in reversed(item.bases) if depth else ():
+            behind = self.resolve(f"{module.name}.{base}")
+            if behind is not None:
+                found |= {one.name: one for one in self._all_fields(*behind, depth - 1)}
+        found |= {one.name: one for one in item.fields}
+        return tuple(sorted(found.values(), key=lambda one: one.kw_only))
 
     @property
     def name(self) -> str:
@@ -139,11 +163,23 @@ class Project:
         if module.exports:
             yield from module.exports
             return
-        listed = not _private(module.name) and module.name.rpartition(".")[0] in {*self.public_rooms, ""}
+        parent = module.name.rpartition(".")[0]
+        listed = not _private(module.name) and parent in {*self.public_rooms, ""} - self._facades
         if listed and module.name not in self._exported_from:
             for item in module.items:
                 if item.public and item.kind != "data" and not item.name.startswith("__"):
                     yield item.name
+
+    @cached_property
+    def _facades(self) -> set[str]:
+        """Packages that export names of their modules: what a module does not export there is internal."""
+        return {
+            module.name
+            for module in self.modules.values()
+            if module.is_package
+            for name in module.exports or ()
+            if (found := self.resolve(f"{module.name}.{name}")) is not None and found[0] is not module
+        }
 
     @cached_property
     def _exported_from(self) -> set[str]:
@@ -192,7 +228,9 @@ class Project:
         ]
 
     def _is_internal(self, name: str) -> bool:
-        return self.room(name) not in self.public_rooms
+        behind_facade = name.rpartition(".")[0] in self._facades and not self.modules[name].is_package
+        hidden = behind_facade and not self.entries_of[name]
+        return hidden or self.room(name) not in self.public_rooms
 
     @cached_property
     def page_of(self) -> dict[str, Page]:

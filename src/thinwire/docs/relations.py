@@ -48,6 +48,11 @@ class Text:
     lines: tuple[str, ...]
 
     @property
+    def document(self) -> str:
+        """The page in the site, without a suffix."""
+        return document_of(self.path)
+
+    @property
     def identifier(self) -> str:
         """The heading's id in HTML, as docutils makes it, or an empty text."""
         return re.sub(r"^[-0-9]+|-+$", "", re.sub(r"[^a-z0-9]+", "-", self.title.lower()))
@@ -143,6 +148,11 @@ class Relations:
             if target and target != self._project.name:
                 uses.setdefault(target, 1)
         return uses
+
+
+def document_of(path: str) -> str:
+    """Return where the site has a Markdown page of the checkout. Its README is the start page."""
+    return "index" if path == "README.md" else path.removesuffix(".md")
 
 
 def sections(path: Path, root: Path) -> Iterator[Text]:

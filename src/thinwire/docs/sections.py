@@ -26,7 +26,7 @@ def metadata(book: Book, page: Page) -> str:
         ["path", path],
         ["size", f"{counted(sum(one.lines for one in modules), 'line')}, {size:.1f} KB"],
         ["kind", "internal room" if page.internal and len(modules) > 1 else _kind(book, page)],
-        ["public names", str(len(entries)) if entries else "none"],
+        ["public names", _public_names(page, len(entries))],
         [
             "tests",
             f"{count:,} in {counted(len(tests), 'file')} use it directly"
@@ -36,6 +36,14 @@ def metadata(book: Book, page: Page) -> str:
         ["imports", f"{counted(len(imported), 'page')}; imported by {len(importers)}"],
     ]
     return table(["", ""], rows)
+
+
+def _public_names(page: Page, own: int) -> str:
+    """Return how many public names a page documents, and how many a package takes from its modules."""
+    exported = len(page.main.exports or ()) - own if page.main.is_package else 0
+    parts = [str(own)] if own else []
+    parts += [f"{exported} that its modules define"] if exported > 0 else []
+    return ", ".join(parts) or "none"
 
 
 def _kind(book: Book, page: Page) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from thinwire.docs.book import Book
 from thinwire.docs.keywords import all_keywords
 from thinwire.docs.pages import index_page, keyword_page, llms_text, module_page
 from thinwire.docs.project import Project
+from thinwire.docs.relations import document_of
 from thinwire.errors import OptionError, ThinwireError, UnavailableError
 
 _STATIC = Path(__file__).with_name("static")
@@ -94,26 +96,35 @@ def write_sources(book: Book, folder: Path) -> None:
     (folder / "modules").mkdir(parents=True)
     for page in book.project.pages:
         (folder / f"{page.document}.md").write_text(module_page(book, page), encoding="utf-8")
-    (folder / "index.md").write_text(index_page(book), encoding="utf-8")
     keywords = all_keywords(book)
     (folder / "keywords.md").write_text(keyword_page(keywords), encoding="utf-8")
     (folder / "llms.txt").write_text(llms_text(book), encoding="utf-8")
     found = [{**asdict(one), "url": one.url} for one in keywords]
     (folder / _MARK).write_text(json.dumps({"package": book.project.name, "keywords": found}, indent=1))
-    root = book.project.root
-    if root is not None:
-        for path in book.relations.pages:
-            _copy_page(path, root, folder)
+    root, readme = book.project.root, ""
+    for path in book.relations.pages if root is not None else ():
+        assert root is not None
+        document, text = document_of(path.relative_to(root).as_posix()), _page_text(book, path, root, folder)
+        if document == "index":
+            readme = text
+            continue
+        target = folder / f"{document}.md"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    (folder / "index.md").write_text(index_page(book, readme), encoding="utf-8")
 
 
-def _copy_page(path: Path, root: Path, folder: Path) -> None:
-    """Copy a Markdown page and its pictures. Links to other files of the checkout become code."""
-    target = folder / path.relative_to(root)
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _page_text(book: Book, path: Path, root: Path, folder: Path) -> str:
+    """Return a Markdown page for the site, and copy its pictures.
+
+    Links to other files of the checkout become code. Public names that begin the row of a table become links.
+    """
 
     def changed(link: re.Match[str]) -> str:
         there, _, _ = link["target"].partition("#")
         file = (path.parent / there).resolve()
+        if file == root / "README.md":
+            return link[0].replace(there, os.path.relpath(root / "index.md", path.parent))
         if "://" in link["target"] or not there or not file.exists() or file.suffix == ".md":
             return link[0]
         if file.suffix in (".png", ".svg", ".jpg"):
@@ -123,8 +134,12 @@ def _copy_page(path: Path, root: Path, folder: Path) -> None:
             return link[0]
         return f"`{file.relative_to(root).as_posix()}`"
 
+    def named(row: re.Match[str]) -> str:
+        found = book.names.public(row["name"])
+        return f"| {{py:obj}}`{row['name']}{row['call']} <{found}>`" if found else row[0]
+
     text = re.sub(r"!?\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", changed, path.read_text(encoding="utf-8"))
-    target.write_text(text, encoding="utf-8")
+    return re.sub(r"^\| `(?P<name>[\w.]+)(?P<call>(?:\(\))?)`", named, text, flags=re.M)
 
 
 def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:

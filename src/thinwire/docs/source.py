@@ -4,13 +4,28 @@ import ast
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from thinwire.errors import OptionError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a dataclass.
+
+    Args:
+        name: Its name.
+        text: The parameter of the constructor, with type and default.
+        kw_only: Whether the constructor takes it by keyword only.
+    """
+
+    name: str
+    text: str
+    kw_only: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +42,8 @@ class Item:
         parameters: Names of its parameters.
         members: Methods, properties and attributes of a class.
         decorators: Decorators as written, without @.
+        bases: Base classes of a class, as written.
+        fields: Fields of a dataclass without an `__init__`. Its constructor takes those of its bases too.
     """
 
     name: str
@@ -38,6 +55,8 @@ class Item:
     parameters: tuple[str, ...] = ()
     members: tuple["Item", ...] = ()
     decorators: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+    fields: tuple[Field, ...] = ()
 
     @property
     def public(self) -> bool:
@@ -263,28 +282,43 @@ def _class(node: ast.ClassDef) -> Item:
     made = next((one for one in members if one.name == "__init__"), None)
     bases = [ast.unparse(one) for one in node.bases]
     is_error = any(one.endswith(("Error", "Exception", "Warning")) for one in bases)
+    fields = () if made else tuple(_fields(node, decorators))
     return Item(
         name=node.name,
         kind="exception" if is_error else "class",
-        signature=made.signature if made else _fields(node, decorators),
+        signature=made.signature if made else constructor(fields),
         doc=ast.get_docstring(node) or "",
         line=node.lineno,
         end=node.end_lineno or node.lineno,
         parameters=made.parameters if made else (),
         members=tuple(reversed(unique.values())),
         decorators=decorators,
+        bases=tuple(bases),
+        fields=fields,
     )
 
 
-def _fields(node: ast.ClassDef, decorators: tuple[str, ...]) -> str:
-    """Return the constructor of a dataclass, from its own fields."""
+def _fields(node: ast.ClassDef, decorators: tuple[str, ...]) -> Iterator[Field]:
+    """Yield the fields that a dataclass declares itself."""
     how = next((one for one in decorators if "dataclass" in one), None)
-    if how is None:
-        return ""
-    shown = []
-    for child in node.body:
+    for child in node.body if how is not None else ():
         if isinstance(child, ast.AnnAssign) and "ClassVar" not in ast.unparse(child.annotation):
-            default = f" = {ast.unparse(child.value)}" if child.value else ""
-            shown.append(f"{ast.unparse(child.target)}: {ast.unparse(child.annotation)}{default}")
-    star = ["*"] if shown and "kw_only=True" in how.replace(" ", "") else []
-    return f"({', '.join([*star, *shown])})"
+            name, default = ast.unparse(child.target), _default(child.value)
+            text = f"{name}: {ast.unparse(child.annotation)}{f' = {default}' if default else ''}"
+            yield Field(name, text, "kw_only=True" in (how or "").replace(" ", ""))
+
+
+def _default(value: ast.expr | None) -> str:
+    """Return a field's default as a caller sees it, without `dataclasses.field` around it."""
+    if not isinstance(value, ast.Call) or ast.unparse(value.func).rpartition(".")[2] != "field":
+        return ast.unparse(value) if value is not None else ""
+    options = {one.arg: ast.unparse(one.value) for one in value.keywords}
+    return f"{options['default_factory']}()" if "default_factory" in options else options.get("default", "")
+
+
+def constructor(fields: Sequence[Field]) -> str:
+    """Return the signature of the constructor that takes these fields, or an empty text without fields."""
+    by_place = [one.text for one in fields if not one.kw_only]
+    by_name = [one.text for one in fields if one.kw_only]
+    star = ["*"] if by_name else []
+    return f"({', '.join([*by_place, *star, *by_name])})" if fields else ""

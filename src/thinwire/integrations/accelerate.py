@@ -19,6 +19,8 @@ from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
+__all__ = ["attach"]
+
 logger = logging.getLogger("thinwire")
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]

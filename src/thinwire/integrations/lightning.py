@@ -20,6 +20,8 @@ from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
+__all__ = ["ThinwireCallback"]
+
 logger = logging.getLogger("thinwire")
 
 

@@ -19,6 +19,8 @@ from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
+__all__ = ["ThinwireCallback"]
+
 FILE = "thinwire.pt"
 """The file in each `checkpoint-N` folder with all ranks' state."""
 
