@@ -85,6 +85,11 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return self.rows[place]
 
 
+def batches(steps: int, rank: int, world_size: int, size: int = 8) -> torch.Tensor:
+    """Return a rank's own batches, one for each step."""
+    return Rows(steps * world_size * size).rows.view(steps, world_size, size, WIDTH)[:, rank]
+
+
 def digest(module: nn.Module) -> str:
     """Return a short hash of the parameters' bits."""
     bits = torch.cat([one.detach().flatten() for one in module.parameters()]).view(torch.uint8)

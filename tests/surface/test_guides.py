@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from examples import own_model, train_diloco, train_zero
+from examples import own_model, tiny, train_diloco, train_zero
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from tests.surface.test_docs import ROOT, python_blocks
@@ -87,7 +87,16 @@ def exampled(rank: int, world_size: int, folder: str) -> str:
 def test_the_examples_of_diloco_and_zero_train(tmp_path: Path) -> None:
     first, second = run_ranks(exampled, 2, str(tmp_path), seconds=300, group_timeout=150)
     assert "the resumed job equals the uninterrupted one: True" in first
+    losses = [float(one) for one in re.findall(r"step \d+: loss (\S+)", first)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
     assert second == ""
+
+
+def test_ranks_of_the_examples_have_different_batches() -> None:
+    own, others = tiny.batches(4, 0, 2), tiny.batches(4, 1, 2)
+    assert own.shape == others.shape == (4, 8, tiny.WIDTH)
+    assert not (own == others).any()
 
 
 @pytest.mark.timeout(320)
