@@ -24,7 +24,7 @@ from thinwire.checkpoint.trees import copied, means, same
 from thinwire.checkpoint.wire_state import all_or_none
 from thinwire.ddp.model import Model
 from thinwire.ddp.unwrap import ddp_of
-from thinwire.engine.agreement import agreeing
+from thinwire.engine.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.programs.names import original_name
@@ -97,6 +97,8 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     wire: Wire,
+    *,
+    missing_ok: bool = False,
     **extra: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_checkpoint`, on any number of ranks; every rank must call it.
@@ -109,6 +111,8 @@ def load_checkpoint(
             parameters to all ranks.
         optimizer: Its optimizer, or all of them.
         wire: The wire that `attach` returned.
+        missing_ok: Whether to load nothing and return an empty dict if no rank finds a checkpoint, so that
+            one call serves the first start and every resume.
         **extra: The objects to load, by the names that they were saved under. With another number of ranks,
             the saved states of an object must be equal. Of GradScalers, the state with the smallest scale is
             loaded. Wrap other objects in `PerRank(..., merge=...)` for both calls.
@@ -121,11 +125,16 @@ def load_checkpoint(
         StateError: There is no complete checkpoint, or it does not fit. Ranks that could read it raise
             MismatchError. The order of loading is optimizer, model, wire. If the optimizer's or the wire's
             state does not fit, those before it have been loaded.
+        MismatchError: With `missing_ok`, only some ranks find a checkpoint: `folder` is not shared by all.
         AttachError: Called during backward, or in a signal handler that interrupted a step or an exchange.
 
     Example::
 
-        step = thinwire.load_checkpoint("checkpoint", ddp, optimizer, wire, scheduler=scheduler)["step"]
+        rest = thinwire.load_checkpoint(
+            "checkpoint", ddp, optimizer, wire, missing_ok=True, scheduler=scheduler
+        )
+        for step in range(rest.get("step", 0), steps):
+            ...
     """
     for name, held in extra.items():
         if not hasattr(held, "load_state_dict"):
@@ -137,8 +146,13 @@ def load_checkpoint(
     wire._runner.between_steps("load_checkpoint")  # before anything is sent
     communicator = wire._runner.reducer.communicator
     optimizers = per_rank(optimizer, target.group)
+    path = _found(Path(folder).resolve())
+    if missing_ok:
+        found = {"checkpoint": f"{'a' if path.exists() else 'no'} checkpoint in {str(folder)!r}"}
+        agree_on(found, communicator.meeting, communicator.limit, "load_checkpoint found")
+        if not path.exists():
+            return {}
     with all_or_none(communicator, "load_checkpoint"):
-        path = _found(Path(folder).resolve())
         local = _local_state(path, communicator.rank, communicator.size)
         tensors = read_model(path, module, local)
         moments, state, others = (read_states(path, key) for key in ("optimizer", "wire", "extra"))

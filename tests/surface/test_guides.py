@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,67 @@ def test_ranks_of_the_examples_have_different_batches() -> None:
     assert not (own == others).any()
 
 
+EXAMPLE = (ROOT / "examples/train.py").read_text()
+
+
+def loop_of_the_readme() -> str:
+    (block,) = python_blocks("README.md")
+    return block
+
+
+def test_the_readme_shows_the_minimal_example() -> None:
+    imports, body = EXAMPLE.split("def main() -> None:")
+    body = body.split('"""\n')[1].split("\n\nif __name__")[0]
+    shown = f"{imports.split(chr(34) * 3)[2].strip()}\n\n{textwrap.dedent(body).strip()}\n"
+    assert loop_of_the_readme() == shown
+    assert len(EXAMPLE.splitlines()) <= 40
+
+
 @pytest.mark.timeout(320)
-def test_the_minimal_example_is_short_and_runs_as_it_says() -> None:
-    path = ROOT / "examples/train.py"
-    assert len(path.read_text().splitlines()) <= 32
+def test_the_minimal_example_trains_and_resumes_as_it_says(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"loss 0\.\d+; ", run.stdout)
+    for steps in (50, 10):
+        run = subprocess.run(
+            [*torchrun, str(ROOT / "examples/train.py")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            cwd=tmp_path,
+        )
+        assert run.returncode == 0, run.stderr
+        assert re.search(rf"loss 0\.\d+; {steps} steps: ", run.stdout), run.stdout
+
+
+PROGRAMS = (
+    "Exact()",
+    "PowerSGD(rank=2)",
+    "ZeRO(thinwire.Int8())",
+    "LocalSGD(7)",
+    "DiLoCo(period=8, program=thinwire.Int4())",
+    "Schedule({0: thinwire.Int8(), 30: thinwire.LocalSGD(4)})",
+)
+
+
+def looped(rank: int, world_size: int, folder: str) -> list[list[torch.Tensor]]:
+    """Train with the README's loop, once with each program, and return the parameters."""
+    dist.init_process_group = dist.destroy_process_group = lambda *args: None  # type: ignore[assignment]
+    found = []
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # torch's own, of checkpoints
+        for number, program in enumerate(PROGRAMS):
+            text = loop_of_the_readme().replace('"checkpoint"', repr(f"{folder}/{number}"))
+            names: dict[str, Any] = {}
+            exec(text.replace("Int8()", program), names)
+            found.append([one.detach() for one in names["ddp"].parameters()])
+    return found
+
+
+@pytest.mark.timeout(320)
+def test_the_loop_of_the_readme_suits_every_program(tmp_path: Path) -> None:
+    first, second = run_ranks(looped, 2, str(tmp_path), seconds=300, group_timeout=150)
+    for program, one, other in zip(PROGRAMS, first, second, strict=True):
+        assert all(map(torch.equal, one, other)), program
 
 
 def test_the_own_model_is_one_that_bench_takes() -> None:
