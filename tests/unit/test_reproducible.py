@@ -89,6 +89,8 @@ def test_powersgd_gives_all_ranks_the_same_bits_on_unlike_hosts(
     for step in range(4):
         gradients = normal(step, 3, length).to(dtype)
         gradients[:, : 5 * 33] = -0.0  # the first rows of w: hosts sum up zeros to 0 or to -0
+        tall = gradients[:, 2 * 40 * 33 :][:, : 70 * 12].view(3, 70, 12)
+        tall[:, :, 2:] = tall[:, :, :1]  # of rank 2, so that bases contain rounding errors
         means = [one.mean.view(whole) for one in ranks.step(list(gradients))]
         assert torch.equal(means[0], means[1]), step
         assert torch.equal(means[0], means[2]), step
@@ -121,6 +123,73 @@ def test_a_basis_is_orthonormal_and_spans_what_it_is_made_from(
     whole = rows.double() / rows.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
     left = whole - (whole @ basis.double().mT) @ basis.double()
     assert left.norm(dim=-1).max() <= max(3 * precision, 1e-4 if dtype != torch.float64 else 2e-5)
+
+
+@given(
+    count=st.integers(2, 40),
+    lower=st.integers(1, 40),
+    length=st.sampled_from([8, 33, 40, 200, 1024]),
+    seed=st.integers(0, 10**6),
+    spread=st.sampled_from([0.0, 3.0, 7.0]),
+    noise=st.sampled_from([0.0, 1e-6, 1e-3]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_a_basis_of_dependent_rows_is_as_orthonormal_as_qrs(
+    count: int, lower: int, length: int, seed: int, spread: float, noise: float, dtype: torch.dtype
+) -> None:
+    """Rows of a lower rank, whose remainders are rounding errors, with singular values far apart."""
+    count = min(count, length)
+    lower = min(lower, count)
+    left = normal(seed, count, lower) * torch.logspace(0, -spread, lower)
+    rows = (left @ normal(seed + 1, lower, length) + noise * normal(seed + 2, count, length)).to(dtype)[None]
+    exact = rows.double()
+    basis, reference = bases_of([rows])[0].double(), torch.linalg.qr(exact.mT)[0].mT
+    eps = torch.finfo(dtype).eps
+    live = basis.norm(dim=-1) > 0
+    off = (basis @ basis.mT - torch.diag_embed(live.double())).abs().max()
+    assert off <= max(1e-12, 20 * eps), "the rows are not orthonormal"
+    assert live.sum() >= min(lower, 1)
+
+    def beyond(span: torch.Tensor) -> torch.Tensor:
+        """What remains of each row outside a span, relative to the row."""
+        return (exact - (exact @ span.mT) @ span).norm(dim=-1) / exact.norm(dim=-1)
+
+    assert beyond(basis).max() <= beyond(reference).max() + max(1e-5, 20 * eps), "the span is another one"
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("rank", "lower", "n", "m"),
+    [
+        (20, 16, 40, 60),
+        (32, 16, 1024, 64),
+        (32, 30, 300, 256),
+        (4, 2, 64, 64),
+        (6, 1, 500, 40),
+        (8, 4, 4096, 30),
+    ],
+)
+def test_a_gradient_of_a_lower_rank_than_powersgds_is_averaged_exactly(
+    rank: int, lower: int, n: int, m: int, spread: float
+) -> None:
+    program = PowerSGD(rank=rank, warmup=0, min_compression=0.1, error_feedback=False)
+    for seed in range(5):
+        left, right = normal(seed, n, lower).double(), normal(seed + 9, m, lower).double()
+        left, right = torch.linalg.qr(left)[0], torch.linalg.qr(right)[0]
+        gradient = ((left * torch.logspace(0, -spread, lower)) @ right.mT).float().flatten()
+        ranks = SimulatedRanks(program, {"w": (n, m)}, 2)
+        for _ in range(2):
+            mean = ranks.step([gradient.clone(), gradient.clone()])[0].mean
+            assert (mean - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_basis_of_zeros_is_zero(dtype: torch.dtype) -> None:
+    rows = torch.zeros(2, 5, 30, dtype=dtype)
+    rows[1, 3] = 1e-30
+    basis = bases_of([rows])[0]
+    assert torch.equal(basis[0], rows[0])
+    assert basis[1].any(dim=-1).tolist() == [False, False, False, True, False]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(0, 10**6))

@@ -23,16 +23,22 @@ _EXPONENT = 0x7FF0000000000000
 """The exponent's bits of a float64."""
 _LEAST = 2.0**-1000
 """The divisor of a row of zeros, instead of zero."""
-_NEXT_TO_NOTHING = 1e-10
-"""The share of a row's square below which the remainder after projection is noise, not a direction."""
+_NEXT_TO_NOTHING = 1e-12
+"""The share of a row's square below which the remainder after projection is noise, not a direction.
+
+Elimination in float64 knows the remainder's square to about 1e-15 of the row's. A larger share would drop
+rows with digits that the rows before them have lost to rounding.
+"""
 
 
 def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return an orthonormal basis of the span of each matrix's rows, with zeros for dependent rows.
 
-    It uses the Cholesky factor of the rows' Gram matrix, which is computed exactly. The Gram matrix squares
-    the condition number, but that matters little in double precision, and one pass is enough for float32. For
-    float64, whose products keep about twice 20 bits, a second pass corrects the errors of the first.
+    It uses the Cholesky factor of the rows' Gram matrix, which is computed exactly, in two passes (Yamamoto,
+    Nakatsukasa, Yanagisawa, Fukaya: Roundoff error analysis of the CholeskyQR2 algorithm, 2015). Where rows
+    are nearly dependent, as in a gradient of lower rank, a remainder of rounding errors is scaled up to
+    length 1. After one pass such rows are far from orthogonal to the others. The second pass begins with rows
+    that are nearly orthonormal, and leaves errors of the last bits only.
 
     Args:
         stacks: Stacks of finite matrices, (matrix, row, length), all of one dtype.
@@ -42,15 +48,16 @@ def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not stacks:
         return []
-    passes = 2 if stacks[0].dtype == torch.float64 else 1
+    # About 20 bits a slice: one for float32, two for float64.
+    count = 2 if stacks[0].dtype == torch.float64 else 1
     bases = [stack.to(torch.float64, copy=True) for stack in stacks]
-    for _ in range(passes):
+    for _ in range(2):
         sliced = [
-            _slices(stack.div_(_power_of(stack).clamp_(min=_LEAST)), 1.0, _bits(stack.shape[2]), passes)
+            _slices(stack.div_(_power_of(stack).clamp_(min=_LEAST)), 1.0, _bits(stack.shape[2]), count)
             for stack in bases
         ]
         grams = [_exact_product(parts, [part.mT for part in parts]) for parts in sliced]
-        weights = _weights(grams, max(_bits(stack.shape[2]) for stack in stacks), passes)
+        weights = _weights(grams, max(_bits(stack.shape[2]) for stack in stacks), count)
         bases = [_exact_product(*pair) for pair in zip(weights, sliced, strict=True)]
     return [basis.to(stack.dtype) for basis, stack in zip(bases, stacks, strict=True)]
 
