@@ -19,7 +19,11 @@ def sent_by(program: Program, world: int, length: int) -> int:
 
 
 def bytes_of(
-    program: Program, world: int, shapes: Mapping[str, Sequence[int]], exact: Collection[str] = ()
+    program: Program,
+    world: int,
+    shapes: Mapping[str, Sequence[int]],
+    exact: Collection[str] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> int:
     """Bytes that rank 0 sends in a step."""
     total = 0
@@ -38,5 +42,5 @@ def bytes_of(
             received = yield op
 
     length = sum(torch.Size(shape).numel() for shape in shapes.values())
-    SimulatedRanks(counted, shapes, world, exact).step(list(normal(0, world, length)))
+    SimulatedRanks(counted, shapes, world, exact).step(list(normal(0, world, length).to(dtype)))
     return total

@@ -101,3 +101,39 @@ def of_two_dtypes(rank: int, world_size: int) -> None:
 
 def test_vectors_of_several_dtypes() -> None:
     run_ranks(of_two_dtypes, 2)
+
+
+class Vectors(nn.Module):
+    """A model in bf16, nearly all of whose parameters are one vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(32, 32, bias=False), nn.Parameter(torch.ones(32 * 400))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x).repeat(1, 400) * self.scale
+        return found
+
+
+def in_bf16(rank: int, world_size: int) -> dict[str, tuple[int, torch.Tensor]]:
+    """Bytes of a step and the vector's gradient, by program."""
+    found = {}
+    for name, program in {"Exact": thinwire.Exact(), "Int8": thinwire.Int8()}.items():
+        ddp = DDP(Vectors())
+        wire = thinwire.attach(ddp, program)
+        ddp(batch(rank, 0, width=32).to(torch.bfloat16)).square().mean().backward()
+        last, gradient = wire.stats().last, ddp.module.get_parameter("scale").grad
+        assert last is not None
+        assert gradient is not None
+        found[name] = (last.bytes_sent, gradient.clone())
+    return found
+
+
+def test_vectors_of_a_bf16_model_send_no_more_bytes_than_plain_ddp() -> None:
+    ranks = run_ranks(in_bf16, 2)
+    for found in ranks:
+        assert found["Int8"][0] <= found["Exact"][0]
+        torch.testing.assert_close(found["Int8"][1], found["Exact"][1], rtol=2**-7, atol=0)
+        assert torch.equal(found["Int8"][1], ranks[0]["Int8"][1])

@@ -16,11 +16,13 @@ from thinwire import (
     Cast,
     Codec,
     ErrorFeedback,
+    Exact,
     Float8,
     Int8,
     LargestEntries,
     Memory,
     Outcome,
+    Partition,
     Program,
     Quantize,
     SignBits,
@@ -166,6 +168,32 @@ def test_exact_parameters_have_no_residual(dtype: torch.dtype) -> None:
             assert torch.equal(outcome.mean[42:], mean_in_order(gradients)[42:])
     assert set(ranks.memories[0].state_dict()) == {"w"}
     assert ranks.kept(0, RESIDUAL).dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "program",
+    [
+        Int8(),
+        ErrorFeedback(TwoShot(SignBits()), keep=0.5),
+        Warmup(Int8(), steps=1),
+        ErrorFeedback(Warmup(TwoShot(Quantize()), steps=1)),
+        ErrorFeedback(Partition([("b", Exact())], default=TwoShot(Quantize()))),
+        AcrossNodes(Int8(), node_size=2),
+    ],
+    ids=str,
+)
+def test_exact_parameters_are_sent_in_the_gradients_dtype(program: Any, dtype: torch.dtype) -> None:
+    forms, exact = {"w": (64, 64), "b": (9000,)}, {"b"} if getattr(program, "carries_exact", False) else set()
+    plain = bytes_of(Exact(), 4, forms, dtype=dtype)
+    assert bytes_of(program, 4, forms, exact, dtype) <= 1.01 * plain
+    ranks = SimulatedRanks(program, forms, 4, exact)
+    for step in range(3):
+        gradients = [one.to(dtype) for one in normal(step, 4, 4096 + 9000)]
+        means = [outcome.mean for outcome in ranks.step(gradients)]
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        expected = torch.stack(gradients).double().mean(0).to(dtype)[4096:]
+        torch.testing.assert_close(means[0][4096:], expected, rtol=2**-7, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ class Exact(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
-        error = torch.zeros_like(bucket.buffer) if bucket.track_error else None
-        mean = yield AllReduce(bucket.buffer.mul_(1 / bucket.world_size))
-        return Outcome(mean, error)
+        own = bucket.buffer.mul_(1 / bucket.world_size)
+        sent = own.to(bucket.exact_dtype or own.dtype)
+        error = (own - sent).mul_(bucket.world_size) if bucket.track_error else None
+        mean = yield AllReduce(sent)
+        return Outcome(mean.to(own.dtype), error)
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,18 +80,16 @@ class ErrorFeedback(Written):
             The collectives, or None if the program has no outline.
         """
         outline = getattr(self.program, "outline", None)
-        wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        return None if outline is None else outline(replace(bucket, buffer=wide))
+        return None if outline is None else outline(_widened(bucket))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
         if getattr(self.program, "folds_residuals", False):
             return (yield from self._folded(bucket, memory))
-        # At least float32: rounding a residual to bf16 would lose the small errors that it accumulates.
-        corrected = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
-        for name, gradient in _lossy(bucket, corrected):
+        corrected = _widened(bucket)
+        for name, gradient in _lossy(bucket, corrected.buffer):
             gradient.add_(_kept(memory, name, gradient), alpha=self.keep)
-        outcome = yield from self.program(replace(bucket, buffer=corrected, track_error=True), memory)
+        outcome = yield from self.program(corrected, memory)
         if outcome.error is None:
             raise ProgramError(
                 f"{short(self.program)} returned no error to feed back: return Outcome(mean, error) where"
@@ -106,10 +104,10 @@ class ErrorFeedback(Written):
 
     def _folded(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run a program that adds the residuals, and writes the new ones, in its own passes."""
-        exact = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
+        wide = _widened(bucket)
         old: dict[str, torch.Tensor] = {}
         new: dict[str, torch.Tensor] = {}
-        for name, gradient in _lossy(bucket, exact):
+        for name, gradient in _lossy(bucket, wide.buffer):
             old[name] = numbers_of(_kept(memory, name, gradient))
             new[name] = numbers_of(memory.room(name, RESIDUAL, gradient))
         residuals = Residuals(
@@ -117,14 +115,25 @@ class ErrorFeedback(Written):
             tuple(new.get(name) for name in bucket.names),
             self.keep,
         )
-        given = replace(bucket, buffer=exact, track_error=True, residuals=residuals)
-        outcome = yield from self.program(given, memory)
+        outcome = yield from self.program(replace(wide, residuals=residuals), memory)
         flag = _flag(outcome)
         mean, lost = _rounded(outcome.mean, bucket.buffer.dtype, flag)
         if lost is not None:
             for name, missed in _lossy(bucket, lost):
                 new[name].add_(numbers_of(missed))
         return Outcome(mean, finite=flag)
+
+
+def _widened(bucket: Bucket) -> Bucket:
+    """Return the bucket in at least float32, for a program that tracks its error.
+
+    Rounding a residual to bf16 would lose the small errors that it accumulates. Exact numbers have none, so
+    they are sent in the gradients' dtype.
+    """
+    buffer = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32))
+    return replace(
+        bucket, buffer=buffer, track_error=True, exact_dtype=bucket.exact_dtype or bucket.buffer.dtype
+    )
 
 
 def _flag(outcome: Outcome) -> torch.Tensor:

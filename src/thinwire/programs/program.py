@@ -41,6 +41,8 @@ class Bucket:
             sets `carries_exact`. Their error is 0.
         residuals: Residuals to add to the gradients. It is None unless the program's class sets
             `folds_residuals`. Then the outcome needs no `error`.
+        exact_dtype: Dtype in which numbers that must be exact are sent: the gradients' own, where the buffer
+            has a wider one, as under error feedback. None is the buffer's.
 
     Example::
 
@@ -58,6 +60,7 @@ class Bucket:
     track_error: bool = False
     exact: frozenset[str] = frozenset()
     residuals: "Residuals | None" = None
+    exact_dtype: torch.dtype | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return the gradients by parameter name.

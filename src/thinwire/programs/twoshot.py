@@ -117,11 +117,12 @@ class _Rows:
 
     def __init__(self, bucket: Bucket, division: Division, coder: Coder) -> None:
         like = numbers_of(bucket.buffer)
+        dtype = like.dtype if bucket.exact_dtype is None else bucket.exact_dtype.to_real()
         self._layouts = []
         for coded, exact in zip(division.coded, division.exact, strict=True):
             layout = coder.layout(tuple(piece.length for piece in coded), like.device)
             shape = torch.Size((numbers_in(exact),))
-            self._layouts.append(Layout((*layout.dtypes, like.dtype), (*layout.shapes, shape), layout.device))
+            self._layouts.append(Layout((*layout.dtypes, dtype), (*layout.shapes, shape), layout.device))
         self._nbytes = max(layout.nbytes for layout in self._layouts)
 
     def empty(self, count: int) -> torch.Tensor:
