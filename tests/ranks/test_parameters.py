@@ -13,6 +13,7 @@ from tests.models import batch, flat_gradients, mlp, own
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 ANY: Any = thinwire
+LOSSY = thinwire.ErrorFeedback(thinwire.TwoShot(thinwire.Cast(torch.float16)))
 
 
 def convolutions(layout: torch.memory_format) -> nn.Module:
@@ -35,9 +36,9 @@ def laid_out(rank: int, world_size: int) -> None:
     In double precision and without blocks: layouts change the order in which convolutions are summed up.
     """
     programs: list[thinwire.Program] = [
-        thinwire.ErrorFeedback(thinwire.FP16()),
+        LOSSY,
         thinwire.PowerSGD(rank=2, min_compression=0.5, warmup=0),
-        thinwire.AcrossNodes(thinwire.ErrorFeedback(thinwire.FP16()), node_size=1),
+        thinwire.AcrossNodes(LOSSY, node_size=1),
     ]
     for program in programs:
         models = {
@@ -84,12 +85,11 @@ def trained_in(rank: int, what: Any, layout: torch.memory_format) -> tuple[torch
 
 
 def strategies_laid_out(rank: int, world_size: int) -> None:
-    lossy = thinwire.ErrorFeedback(thinwire.FP16())
     for what in (
-        thinwire.ZeRO(lossy),
-        thinwire.ZeRO(lossy, interleaved=True),
+        thinwire.ZeRO(LOSSY),
+        thinwire.ZeRO(LOSSY, interleaved=True),
         thinwire.ZeRO(thinwire.PowerSGD(rank=2, min_compression=0.5, warmup=0)),
-        thinwire.DiLoCo(2, program=lossy),
+        thinwire.DiLoCo(2, program=LOSSY),
         "hook",
     ):
         (one, kept), (other, kept_there) = (

@@ -57,6 +57,30 @@ def test_programs_of_users_are_undone_too() -> None:
     run_ranks(users_program, 2)
 
 
+class Counting(thinwire.Exact):
+    """A subclass of a stateless program that counts the steps of each parameter."""
+
+    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+        for name in bucket.names:
+            memory.slot(name, "steps", lambda: torch.zeros(())).add_(1)
+        return (yield from super().__call__(bucket, memory))
+
+
+def subclasses(rank: int, world_size: int) -> None:
+    """Two models with equal names, of which one takes two steps and an overflow between them."""
+    models = [DDP(mlp()), DDP(mlp())]
+    wires = [thinwire.attach(ddp, Counting()) for ddp in models]
+    for bad in (1.0, math.inf, 1.0):
+        backward(models[0], rank, 0, bad=bad)
+    backward(models[1], rank, 0)
+    counts = [own(wire.state_dict())["memory"]["0.weight"]["steps"].item() for wire in wires]
+    assert counts == [2, 1]
+
+
+def test_what_a_subclass_of_a_stateless_program_keeps_is_saved_undone_and_each_models_own() -> None:
+    run_ranks(subclasses, 2)
+
+
 def torch_named(rank: int, world_size: int, wrapped: bool) -> None:
     runs = []
     for bads in ((), (1, 2)):

@@ -21,12 +21,12 @@ from thinwire.engine.ops import Steps
 from thinwire.engine.profiling import span
 from thinwire.errors import ThinwireError
 from thinwire.programs.finite import all_true, finite
-from thinwire.programs.memory import Memory, Staged
-from thinwire.programs.program import Bucket, Program, check_outcome
+from thinwire.programs.memory import Memory, NoMemory, Staged
+from thinwire.programs.program import Bucket, Program, check_outcome, stateless
 
 logger = logging.getLogger("thinwire")
 
-_NO_MEMORY = Memory()
+_NO_MEMORY = NoMemory()
 """The memory of stateless programs. They keep nothing, so nothing needs to be staged."""
 
 
@@ -219,8 +219,7 @@ class StepOwner:
         self, step: _OpenStep, program: Program, bucket: Bucket, memory: Memory
     ) -> Steps[torch.Tensor]:
         """Run the program, validate its outcome, and record the finiteness check, without a host read."""
-        stateless = getattr(program, "stateless", False)
-        outcome = yield from program(bucket, _NO_MEMORY if stateless else step.staged(memory))
+        outcome = yield from program(bucket, _NO_MEMORY if stateless(program) else step.staged(memory))
         check_outcome(program, outcome, bucket)
         step.finite.append(finite(outcome.mean) if outcome.finite is None else outcome.finite)
         return outcome.mean

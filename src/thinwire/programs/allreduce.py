@@ -45,6 +45,9 @@ class Reduced(Written):
     35000. Each term is at most max|gradient| / W, so no partial sum overflows before the mean can, except by
     rounding.
 
+    Sums of 16-bit encodings are rounded in the collective, where no rank can observe it. So `ErrorFeedback`
+    does not accept them. `TwoShot` sends as many bytes, and loses nothing within `ErrorFeedback`.
+
     Args:
         codec: A codec with `additive` set, such as `Cast` or `RandomEntries`.
 
@@ -68,6 +71,14 @@ class Reduced(Written):
                 f"codec={self.codec!r} makes encodings that cannot be summed: use TwoShot(codec), or"
                 " Gathered(codec) for sparse ones"
             )
+
+    @property
+    def tracks_error(self) -> bool:
+        """False if the collective rounds sums to 16 bits, which no rank can report."""
+        encoded = self.codec.encode(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        return all(
+            part.dtype.itemsize >= torch.float32.itemsize for part in encoded if part.is_floating_point()
+        )
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-reduce, and decode to the bucket's own buffer."""

@@ -15,7 +15,16 @@ from thinwire.errors import OptionError, ProgramError
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.naming import Written, short
-from thinwire.programs.program import Bucket, Outcome, Program, Residuals, carries_exact, require_program
+from thinwire.programs.program import (
+    Bucket,
+    Outcome,
+    Program,
+    Residuals,
+    carries_exact,
+    folds_residuals,
+    require_program,
+    tracks_error,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,8 +35,9 @@ class ErrorFeedback(Written):
         residual = error
 
     With `keep=1` nothing is lost, only delayed. At any time the sum of the applied means plus the mean of all
-    ranks' residuals equals the sum of all exact means. The residual costs one float32 copy of the gradients,
-    and a second one during backward, for rolling back the step.
+    ranks' residuals equals the sum of all exact means, up to float32's rounding. Parameters that are averaged
+    exactly have the rounding of their own dtype, as in plain DDP. The residual costs one float32 copy of the
+    gradients, and a second one during backward, for rolling back the step.
 
     A step with a non-finite mean leaves residuals unchanged. So does a step for parameters that no rank used,
     which get no gradient from DDP under `find_unused_parameters`.
@@ -35,13 +45,17 @@ class ErrorFeedback(Written):
     See Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, https://arxiv.org/abs/1809.07599.
 
     Args:
-        program: Program that reports its error, as `TwoShot`, `Gathered` and `Reduced` do with any codec.
+        program: Program that reports all of its error, as `TwoShot` and `Gathered` do with any codec.
+            `Reduced` does unless its sums are rounded to 16 bits, as those of `BF16` are. Use
+            `TwoShot(Cast(torch.bfloat16))` there, which sends as many bytes. `Warmup` and `Partition` do if
+            all their programs do.
         keep: Share of the residual that is added to the gradient, above 0 and at most 1. Below 1 the rest of
             the residual is lost. This can still train faster if compression is so coarse that the residual
             outgrows the gradient and contains stale directions. See `Sign`.
 
     Raises:
-        OptionError: `program` is not a program or reports no error, or `keep` is out of range.
+        OptionError: `program` is not a program, or does not report all of its error, or `keep` is out of
+            range.
 
     Example::
 
@@ -55,10 +69,12 @@ class ErrorFeedback(Written):
 
     def __post_init__(self) -> None:
         require_program(self.program)
-        if not getattr(self.program, "tracks_error", True):
+        if not tracks_error(self.program):
             raise OptionError(
-                f"program={self.program!r} feeds back its own error already, or does not report it: wrap the"
-                " program that has the codec, as in AcrossNodes(ErrorFeedback(TwoShot(codec)))"
+                f"program={self.program!r} feeds back its own error already, or does not report all of it:"
+                " wrap the program that has the codec, as in AcrossNodes(ErrorFeedback(TwoShot(codec))) or"
+                " Warmup(ErrorFeedback(TwoShot(codec)), steps); sums in 16 bits lose what no rank can report,"
+                " so use TwoShot(Cast(dtype)) instead of Reduced(Cast(dtype)), for as many bytes"
             )
         if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
             raise OptionError(
@@ -84,7 +100,7 @@ class ErrorFeedback(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
-        if getattr(self.program, "folds_residuals", False):
+        if folds_residuals(self.program):
             return (yield from self._folded(bucket, memory))
         corrected = _widened(bucket)
         for name, gradient in _lossy(bucket, corrected.buffer):

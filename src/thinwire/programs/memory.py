@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from thinwire.amp.loss_scale import Units
-from thinwire.errors import StateError
+from thinwire.errors import ProgramError, StateError
 
 RESIDUAL = "residual"
 """The slot of the residual, for all programs."""
@@ -358,6 +358,22 @@ class Staged(Memory):
     def forget(self) -> None:
         """Drop the step's changes."""
         self._changed.clear()
+
+
+class NoMemory(Memory):
+    """The memory of programs that promise to keep nothing. It is shared by all models and never saved."""
+
+    def keep(self, place: Place, tensor: torch.Tensor) -> None:
+        """Raise ProgramError, because the tensor would be shared by all models, and never saved."""
+        name, key = place
+        raise ProgramError(
+            f"the program keeps {key!r} of {name}, but its class sets stateless = True: remove that line, so"
+            " that slots are saved, and restored where a step is skipped"
+        )
+
+    def scoped(self, scope: str) -> "Memory":
+        """Return this memory, which keeps nothing in any scope."""
+        return self
 
 
 def is_residual(slot: str) -> bool:

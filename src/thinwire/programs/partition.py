@@ -11,7 +11,7 @@ from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome, Program, require_program
+from thinwire.programs.program import Bucket, Outcome, Program, require_program, tracks_error
 from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
 
 
@@ -46,6 +46,13 @@ class Partition(Written):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", checked_rules(self.rules))
         require_program(self.default, "default")
+
+    @property
+    def tracks_error(self) -> bool:
+        """True if the programs of all parameters report their error."""
+        return all(
+            tracks_error(program) for program in (*(program for _, program in self.rules), self.default)
+        )
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.

@@ -185,12 +185,41 @@ def _takes_a_bucket(program: Callable[..., object]) -> bool:
 
 def ignores_order(program: object) -> bool:
     """Return whether a program's mean does not depend on the order of numbers in a bucket."""
-    return bool(getattr(program, "ignores_order", False))
+    return _promises(program, "ignores_order")
 
 
 def carries_exact(program: object) -> bool:
     """Return whether a program averages the parameters in `bucket.exact` exactly, in the same collectives."""
-    return bool(getattr(program, "carries_exact", False))
+    return _promises(program, "carries_exact")
+
+
+def folds_residuals(program: object) -> bool:
+    """Return whether a program adds `bucket.residuals` to the gradients and writes the new ones itself."""
+    return _promises(program, "folds_residuals")
+
+
+def stateless(program: object) -> bool:
+    """Return whether a program keeps nothing in its memory."""
+    return _promises(program, "stateless")
+
+
+def tracks_error(program: object) -> bool:
+    """Return whether a program reports all of its error where `bucket.track_error` is set.
+
+    False for programs that feed back their own error, or lose some of it where no rank can observe it.
+    """
+    return bool(getattr(program, "tracks_error", True))
+
+
+def _promises(program: object, trait: str) -> bool:
+    """Return whether a program's own class promises something about how it runs.
+
+    A subclass does not inherit a promise, because the method that it overrides may break it: it may keep a
+    slot, which would be shared by all models, or ignore residuals, which would become garbage. Without the
+    promise everything is right, only with more copies. So a subclass sets the trait itself.
+    """
+    own = trait in vars(type(program)) or trait in getattr(program, "__dict__", {})
+    return own and bool(getattr(program, trait))
 
 
 def preferred_bytes(program: object) -> int | None:

@@ -7,7 +7,7 @@ from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program, tracks_error
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +43,11 @@ class Warmup(Written):
     def carries_exact(self) -> bool:
         """True if the program averages some parameters exactly, also after the warm-up."""
         return carries_exact(self.program)
+
+    @property
+    def tracks_error(self) -> bool:
+        """True if the program reports its error, as `Exact` does."""
+        return tracks_error(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run `Exact` during the warm-up, and the program afterwards."""
