@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,6 +13,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import DiLoCo, Exact, Int8, LocalSGD, OptionError, UnavailableError, WireError
+from thinwire.fsdp.reduce_scatter import CompressedReduceScatter
 
 WIDTH = 9
 """Odd, so that two shards of a layer differ in size, and FSDP pads one of them."""
@@ -274,6 +276,26 @@ def within(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int,
     assert sent is not None
     uncompressed = 4 * sum(one.numel() for one in model.parameters()) * 4 * (world_size - 1) // world_size
     return found[0], found[1], sent.bytes_sent, uncompressed
+
+
+def owned(rank: int, world_size: int) -> None:
+    codec = thinwire.Quantize(bits=4)
+    reduce_scatter = CompressedReduceScatter(codec)
+    gradients = [
+        torch.randn(world_size, 40, generator=torch.Generator().manual_seed(one)) for one in range(3)
+    ]
+    found = torch.empty(40)
+    reduce_scatter(found, gradients[rank].flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
+    expected = gradients[rank][rank].clone()
+    for other in range(world_size):
+        if other != rank:
+            codec.add(codec.encode(gradients[other][rank]), expected)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_owners_gradients_of_its_own_shard_are_not_rounded(world_size: int) -> None:
+    run_ranks(owned, world_size)
 
 
 def test_shards_exchange_compressed_gradients() -> None:

@@ -1,7 +1,7 @@
 """Compressed reduce-scatter within an FSDP2 model, for slow links between its shards.
 
     each rank     encodes its gradients of every other rank's shard, and sends them to that rank
-    each owner    decodes what it received, in the order of ranks, and adds it up
+    each owner    decodes what it received, in the order of ranks, and adds it to its own gradients
 
 It is the first half of `TwoShot`, without error feedback: a residual would be as large as the whole model, on
 every rank.
@@ -67,17 +67,21 @@ class CompressedReduceScatter:
         output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
 
     def _reduce(self, shards: torch.Tensor, group: dist.ProcessGroup) -> Steps[torch.Tensor]:
-        encoded = [self._codec.encode(one) for one in shards]
-        layout = Layout.of(encoded[0])
-        rows = layout.rows(len(encoded))
-        for parts, row in zip(encoded, rows, strict=True):
-            layout.write(parts, row)
+        rank = group.rank()
+        encoded = {place: self._codec.encode(one) for place, one in enumerate(shards) if place != rank}
+        # The owner's gradients of its own shard are not sent, so they need no rounding.
+        total = shards[rank].to(torch.promote_types(shards.dtype, torch.float32), copy=True)
+        if not encoded:
+            return total
+        layout = Layout.of(next(iter(encoded.values())))
+        rows = layout.rows(len(shards))
+        for place, parts in encoded.items():
+            layout.write(parts, rows[place])
         op = AllToAll(rows)
-        self.bytes_sent += op.bytes_sent(group.rank(), group.size())
+        self.bytes_sent += op.bytes_sent(rank, len(shards))
         received = yield op
-        total = torch.zeros(shards.shape[1], dtype=torch.float32, device=shards.device)
-        for row in received:
-            self._codec.add(layout.read(row), total)
+        for place in encoded:
+            self._codec.add(layout.read(received[place]), total)
         return total
 
 
@@ -85,7 +89,8 @@ def compress_reduce_scatter(model: nn.Module, codec: Codec | None = None) -> Com
     """Compress the gradients that an FSDP2 model exchanges between its own shards.
 
     FSDP then gathers parameters in full precision as before, and reduces gradients in a fraction of the
-    bytes. There is no error feedback, so choose a precise codec. Call it on every rank, before training. It
+    bytes. A rank's gradients of its own shard are not sent, and stay exact. There is no error feedback, so
+    choose a precise codec. Call it on every rank, before training. It
     works beside `attach`, which compresses the exchange with other replicas.
 
     Args:
