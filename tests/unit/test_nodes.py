@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import normal, sent_by
-from thinwire import AcrossNodes, Exact, Int4, Int8, OptionError, Quantize, TwoShot
+from thinwire import AcrossNodes, Exact, Int4, Int8, OptionError, Partition, Quantize, SignBits, Size, TwoShot
 from thinwire.programs.memory import RESIDUAL
 from thinwire.testing import SimulatedRanks
 
@@ -64,3 +64,22 @@ def test_nodes_within_nodes_have_slots_of_their_own() -> None:
     mean = ranks.step(gradients)[0].mean
     torch.testing.assert_close(mean, torch.stack(gradients).mean(0), atol=0.02, rtol=0)
     assert ranks.kept(5, f"slice 1 of 2: slice 0 of 2: {RESIDUAL}").shape == (4,)
+
+
+def test_rules_within_nodes_are_about_whole_parameters() -> None:
+    """A slice of the 120 numbers has 30, and one of the 40 has 10."""
+    shapes = {"large": (12, 10), "small": (40,)}
+    lossy = TwoShot(SignBits())
+    for program in (
+        Partition([(Size(at_least=100), lossy)]),
+        Partition([(Size(below=100), Exact())], default=lossy),
+        Partition([("none", Exact())], default=Partition([(Size(at_least=100), lossy)])),
+    ):
+        gradients = list(normal(0, 8, 160))
+        exact = torch.stack(gradients).mean(0)
+        mean = SimulatedRanks(AcrossNodes(program, node_size=4), shapes, 8).step(gradients)[0].mean
+        assert not torch.allclose(mean[:120], exact[:120]), program
+        torch.testing.assert_close(mean[120:], exact[120:])
+    two = AcrossNodes(AcrossNodes(Partition([(Size(at_least=100), lossy)]), node_size=2), node_size=2)
+    mean = SimulatedRanks(two, shapes, 8).step(gradients)[0].mean
+    assert not torch.allclose(mean[:120], exact[:120])

@@ -103,6 +103,7 @@ class AcrossNodes(Written):
             bucket,
             buffer=own,
             shapes=shares.shapes,
+            whole_shapes=bucket.whole_shapes or bucket.shapes,
             rank=node,
             world_size=len(peers),
         )

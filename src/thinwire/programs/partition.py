@@ -69,7 +69,8 @@ class Partition(Written):
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run one program after another, each on its own parameters of the bucket."""
         members: dict[int, list[int]] = {}
-        for place, (name, shape) in enumerate(zip(bucket.names, bucket.shapes, strict=True)):
+        wholes = bucket.whole_shapes or bucket.shapes
+        for place, (name, shape) in enumerate(zip(bucket.names, wholes, strict=True)):
             members.setdefault(rule_of(self.rules, name, shape), []).append(place)
         if len(members) == 1:
             (number,) = members
@@ -84,6 +85,7 @@ class Partition(Written):
                 buffer=pack([views[place] for place in places]),
                 names=tuple(bucket.names[place] for place in places),
                 shapes=shapes,
+                whole_shapes=tuple(wholes[place] for place in places),
             )
             outcome = yield from self._program(number)(part, memory)
             for place, mean in zip(places, unpack(outcome.mean, shapes), strict=True):

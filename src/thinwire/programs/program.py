@@ -43,6 +43,8 @@ class Bucket:
             `folds_residuals`. Then the outcome needs no `error`.
         exact_dtype: Dtype in which numbers that must be exact are sent: the gradients' own, where the buffer
             has a wider one, as under error feedback. None is the buffer's.
+        whole_shapes: Shapes of the whole parameters, where `shapes` are those of slices, as within
+            `AcrossNodes`. Rules are about these. None if parameters are whole.
 
     Example::
 
@@ -61,6 +63,7 @@ class Bucket:
     exact: frozenset[str] = frozenset()
     residuals: "Residuals | None" = None
     exact_dtype: torch.dtype | None = None
+    whole_shapes: tuple[torch.Size, ...] | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return the gradients by parameter name.
