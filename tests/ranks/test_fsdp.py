@@ -284,8 +284,9 @@ def owned(rank: int, world_size: int) -> None:
     gradients = [
         torch.randn(world_size, 40, generator=torch.Generator().manual_seed(one)) for one in range(3)
     ]
-    found = torch.empty(40)
-    reduce_scatter(found, gradients[rank].flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
+    found, group = torch.empty(40), dist.group.WORLD
+    assert group is not None
+    reduce_scatter(found, gradients[rank].flatten(), group, dist.ReduceOp.SUM)
     expected = gradients[rank][rank].clone()
     for other in range(world_size):
         if other != rank:
