@@ -62,6 +62,7 @@ class Console:
         if console is None:
             rich_console = _library("rich.console", "the console sink", "thinwire[cli]")
             console = rich_console.Console(stderr=True, highlight=False)
+            console.on_broken_pipe = _raise_again
         self._console = console
         self._every = every
 
@@ -211,6 +212,11 @@ def _audit_line(row: Row) -> str:
     error, worst = (math.inf if row[key] is None else row[key] for key in ("error", "worst_error"))
     found = f"error {error:.3g}  worst {row['worst']} {worst:.3g}"
     return f"audit of step {row['step']}  {found}  {row['action']}".rstrip()
+
+
+def _raise_again() -> None:
+    """Raise the BrokenPipeError that rich has caught. Its own handler ends the process."""
+    raise  # called in an except clause of rich
 
 
 def _remove_incomplete_line(path: Path) -> None:
