@@ -192,7 +192,7 @@ def train_with_failing_sinks(rank: int, world_size: int) -> tuple[list[Any], lis
     wire = thinwire.attach(ddp, thinwire.Exact())
     kept, failing = Kept(), [Failing(OSError("no room")), Failing(ValueError("I/O operation on closed file"))]
     with Path("/dev/full").open("w") as full, log_of_thinwire() as messages:
-        sinks = (
+        sinks: tuple[telemetry.Sink, ...] = (
             telemetry.JsonLines("/dev/full"),
             telemetry.Console(console=RichConsole(file=full)),
             telemetry.TensorBoard(writer=Full()),

@@ -35,7 +35,8 @@ except ImportError as error:
         f"thinwire.integrations.torchft needs torchft ({error}): pip install torchft-nightly"
     ) from error
 
-from thinwire.integrations.torchft_manager import KEY, ManagerMembership, make_manager
+from thinwire.integrations.torchft_manager import ManagerMembership, make_manager
+from thinwire.integrations.torchft_transport import KEY
 
 __all__ = ["ManagerMembership", "attach", "make_manager"]
 

@@ -1,30 +1,31 @@
 """torchft's manager for thinwire: made for replicas of one or several ranks, and used as a membership."""
 
 import json
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs.checks import check_whole
-from thinwire.errors import AttachError, UnavailableError, WireError
+from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError, WireError
 
 try:
     from torchft import Manager, ProcessGroupGloo
-    from torchft.checkpointing import HTTPTransport
     from torchft.manager import WorldSizeMode
 except ImportError as error:
     raise UnavailableError(
         f"thinwire.integrations.torchft needs torchft ({error}): pip install torchft-nightly"
     ) from error
 
-KEY = "thinwire"
-"""The key of thinwire's state in that of a manager."""
+from thinwire.integrations.torchft_transport import KEY, StateTransport, in_url, reachable_host, store_at
+
+logger = logging.getLogger("thinwire")
+
 _BETWEEN_RETRIES = 2.0
 """Seconds between two attempts to reach a lighthouse."""
 _CONNECT_LIMIT = timedelta(seconds=10)
@@ -55,7 +56,9 @@ def make_manager(
         shards: The ranks of this replica, each of which holds a shard of its model: the mesh that was given
             to `fully_shard`, or its process group. None: this process holds the whole model.
         name: The replica's name in logs, the same after each restart. None: host and process.
-        host: The name or address by which other replicas reach this host. None: its name.
+        host: The name or address by which other replicas reach this host. States and stores are served there
+            only. None: the address from which this host reaches the lighthouse, which is the loopback
+            address for a lighthouse at `localhost`.
         timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
             A stalled replica holds the others up for so long. The lighthouse must answer within it, and
             within ten seconds.
@@ -64,7 +67,7 @@ def make_manager(
 
     Raises:
         WireError: There is no lighthouse.
-        OptionError: An option is not valid.
+        OptionError: An option is not valid, or `host` is no address of this host.
     """
     check_whole("min_replicas", min_replicas, 1, "replicas that an exchange needs")
     address = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
@@ -75,7 +78,7 @@ def make_manager(
             f" `torchft_lighthouse --min_replicas {min_replicas}`"
         )
     group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
-    limit, patience, host = _time(timeout), _time(quorum_timeout), host or socket.gethostname()
+    limit, patience, host = _time(timeout), _time(quorum_timeout), reachable_host(host, address)
     options = {
         "pg": _GlooAt(host, limit),
         "load_state_dict": None,
@@ -88,8 +91,8 @@ def make_manager(
         "rank": 0 if group is None else group.rank(),
         "world_size": 1 if group is None else group.size(),
         "lighthouse_addr": address,
-        "hostname": host,
-        "checkpoint_transport": _TransportAt(host, limit),
+        "hostname": in_url(host),
+        "checkpoint_transport": StateTransport(host, limit),
         "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
     }
     if options["rank"]:
@@ -99,10 +102,12 @@ def make_manager(
 
 def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], name: str) -> Manager:
     """Return the manager of a replica's first rank, after telling the other ranks where to find it."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    told = _Told(options["hostname"], store.port, name)
+    # Of one process, no other needs the store.
+    host = "localhost" if group is None or group.size() == 1 else options["hostname"].strip("[]")
+    store = store_at(host)
+    told = _Told(host, store.port, name)
     try:
-        manager = Manager(**options, store_addr="localhost", store_port=store.port, replica_id=name)
+        manager = Manager(**options, store_addr=host, store_port=store.port, replica_id=name)
     except RuntimeError as error:
         told.error = (
             f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
@@ -150,30 +155,18 @@ def _from_first(group: dist.ProcessGroup | None, told: _Told | None = None) -> A
 
 
 class _GlooAt(ProcessGroupGloo):
-    """A group whose store is at an address of the caller's choice. torchft takes the host's name."""
+    """A group whose store listens at an address of the caller's choice. torchft's listens at all."""
 
     def __init__(self, host: str, limit: timedelta) -> None:
         super().__init__(timeout=limit)
-        self._host = host
+        self._host = in_url(host)
+        self._rendezvous_store = store_at(host)
 
     def get_reconfigure_handle(self) -> str:
         """Return what the other replicas need to connect."""
         handle = json.loads(super().get_reconfigure_handle())
         handle["store"] = f"{self._host}:{handle['store'].rpartition(':')[2]}"
         return json.dumps(handle)
-
-
-class _TransportAt(HTTPTransport):
-    """A transport of states from an address of the caller's choice. torchft takes the host's name."""
-
-    def __init__(self, host: str, limit: timedelta) -> None:
-        self._host = host  # before the constructor, which logs the address
-        super().__init__(timeout=limit, num_chunks=0)
-
-    def address(self) -> str:
-        """Return the address that a replica reads a state from."""
-        port = urlsplit(super().address()).port
-        return f"http://{self._host}:{port}/checkpoint/"
 
 
 class ManagerMembership:
@@ -200,6 +193,11 @@ class ManagerMembership:
             )
         if KEY in manager._user_state_dicts:
             raise AttachError("this manager has a wire already: make a manager for each model")
+        if not isinstance(manager._checkpoint_transport, StateTransport):
+            logger.warning(
+                "this manager's %s may run code that a peer sends: use make_manager, which does not",
+                type(manager._checkpoint_transport).__name__,
+            )
         self.manager = manager
         self.group = manager._pg
         self.limit: timedelta = manager._timeout
@@ -247,6 +245,8 @@ class ManagerMembership:
         """Wait for the quorum. The manager gives this replica a live peer's state if it is behind."""
         try:
             self.manager.start_quorum()
+        except ThinwireError:
+            raise  # of `Replica.receive`
         except (TimeoutError, RuntimeError) as error:
             raise WireError(
                 f"there was no quorum within {self.patience.total_seconds():g} s: too few replicas are there,"
@@ -254,6 +254,9 @@ class ManagerMembership:
                 " If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
                 f" restarted, give Manager(quorum_retries=...). (torchft said: {error})"
             ) from error
+        failure = self.manager.errored()
+        if failure is not None and isinstance(failure.original_exception, StateError):
+            raise failure.original_exception  # the peer would send the same again
 
     def vote(self, error: Exception | None) -> bool:
         """Report an error, and return whether the manager commits."""
