@@ -4,8 +4,10 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
@@ -129,6 +131,102 @@ def test_a_sharded_replica_commits_on_all_of_its_ranks_or_on_none(tmp_path: Path
     for log in logs:
         assert log.count("was not committed") == 1, log
         assert "replica-1 left before step" in log
+
+
+def test_replicas_below_the_minimum_train_on_and_exchange_again(tmp_path: Path) -> None:
+    with Job(Plan(folder=tmp_path, replicas=2, minimum=2), harness._context) as job:
+        job.await_start()
+        job.kill(1)
+        few = "it had 1 replicas, and commits need at least 2"
+        job.await_("two windows alone", lambda: job.log(0, 0).count(few) >= 2)
+        before = job.exchanges(0)[-1]["exchanges"]
+        job.start(1)
+        job.await_("the return", job.all_there)
+        job.await_("an exchange", lambda: job.exchanges(0)[-1]["exchanges"] > before)
+        results = job.end()
+        first = job.exchanges(1)[0]
+    assert len({(one["digest"], one["step"]) for one in results}) == 1, results
+    assert first["step"] > 8, "it continues where the other is, which has trained alone"
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "program": ({"program": thinwire.DiLoCo(4, program=thinwire.Int4())}, r"program: DiLoCo\(.*Int[48]"),
+    "period": ({"program": thinwire.DiLoCo(8, program=thinwire.Int8())}, r"program: DiLoCo\(.*[48]"),
+    "model": ({"width": 5}, r"parameter 0\.weight: \([58], \d+\) torch\.float32 on this replica, \([58], "),
+    "min_replicas": ({"minimum": 1}, r"option min_replicas: [12] on this replica, [12] on the peer\. Give"),
+}
+
+
+def mismatched(place: int, address: str, subject: str) -> str:
+    """Return the error of a replica, of which the second is set up differently."""
+    options = {"program": DILOCO, "width": 8, "minimum": 2, **(DIFFERENT[subject][0] if place else {})}
+    module = nn.Sequential(nn.Linear(tiny.WIDTH, options["width"]), nn.Linear(options["width"], tiny.WIDTH))
+    manager = torchft.make_manager(
+        min_replicas=options["minimum"],
+        lighthouse=address,
+        host="localhost",
+        timeout=10.0,
+        quorum_timeout=6.0,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wire = torchft.attach(manager, module, options["program"], optimizer=optimizer)
+    with pytest.raises(thinwire.ThinwireError) as caught:
+        wire.join()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("subject", DIFFERENT)
+def test_a_difference_is_named_and_not_called_a_missing_quorum(subject: str) -> None:
+    server = lighthouse(2)
+    try:
+        found = sorted(apart(mismatched, 2, server.address(), subject))
+    finally:
+        server.shutdown()
+    assert found[0].startswith("MismatchError: this replica is set up differently"), found
+    assert re.search(DIFFERENT[subject][1], found[0]), found
+    assert found[1].startswith("WireError: "), "the other one waits for more replicas"
+
+
+def patient(place: int, address: str, folder: Path) -> list[str]:
+    """Replica 0 waits in vain, says for what, and joins in its second attempt, when there is another."""
+    module = tiny.model()
+    manager = torchft.make_manager(
+        min_replicas=2, lighthouse=address, host="localhost", quorum_timeout=60.0 if place else 6.0
+    )
+    wire = torchft.attach(manager, module, DILOCO, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    messages: list[str] = []
+    if place:
+        while not (folder / "alone").exists():
+            time.sleep(0.05)
+    else:
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("thinwire").addHandler(handler)
+        with (
+            patch("thinwire.integrations.torchft_manager._FIRST_NOTICE", 1.0),
+            pytest.raises(
+                thinwire.WireError, match=r"no quorum within 6 s.*lighthouse with --min_replicas 1"
+            ),
+        ):
+            wire.join()
+        (folder / "alone").touch()
+        wire._averager._membership.patience *= 10
+    wire.join()
+    assert len(wire.replicas) == 2
+    return messages
+
+
+def test_a_replica_says_what_it_waits_for_and_may_try_again(tmp_path: Path) -> None:
+    server = lighthouse(2)
+    try:
+        messages, _ = apart(patient, 2, server.address(), tmp_path)
+    finally:
+        server.shutdown()
+    found = [
+        one for one in messages if "for a quorum, and waits up to 6 s: fewer replicas ask for one" in one
+    ]
+    assert [one.split()[4] for one in found][:2] == ["1", "2"], messages
+    assert len(found) <= 3, "ever more rarely"
 
 
 def apart(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
@@ -298,7 +396,7 @@ def too_few(_: int) -> None:
     strict, lenient = lighthouse(2), lighthouse(1)
     manager = manager_for(strict, min_replicas=2, quorum_timeout=1.0)
     wire = torchft.attach(manager, module, DILOCO, optimizer=optimizer)
-    with pytest.raises(thinwire.WireError, match=r"no quorum within 1 s: too few replicas"):
+    with pytest.raises(thinwire.WireError, match=r"no quorum within 1 s: fewer replicas ask"):
         module(torch.zeros(1, tiny.WIDTH))
     assert wire.step == 0
 
@@ -406,7 +504,7 @@ def hostile(place: int, address: str, folder: Path) -> None:
         manager.load_state_dict({"step": 7, "batches_committed": 7})
         manager._user_state_dicts["thinwire"] = lambda: Harmful(folder / "sentinel")
         with contextlib.suppress(thinwire.WireError):
-            wire._averager._round()
+            wire._averager._round(time.monotonic() + 60)
         return
     with pytest.raises(thinwire.StateError, match=r"more than tensors and plain values.*mkdir"):
         wire.join()
@@ -462,7 +560,7 @@ def test_the_default_host_is_the_address_that_reaches_the_lighthouse() -> None:
 
 def no_lighthouse(_: int) -> None:
     os.environ.pop("TORCHFT_LIGHTHOUSE", None)
-    with pytest.raises(thinwire.WireError, match=r"no lighthouse.*torchft_lighthouse --min_replicas 2"):
+    with pytest.raises(thinwire.WireError, match=r"no lighthouse.*torchft_lighthouse --min_replicas 1"):
         torchft.make_manager(min_replicas=2)
     with pytest.raises(thinwire.WireError, match=r"localhost:1 does not answer: start one"):
         torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", timeout=1.0)

@@ -24,7 +24,6 @@ from thinwire.replicas.model import ReplicaModel
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.live.averager import LiveAverager
 from thinwire.strategies.live.replica import Replica
-from thinwire.strategies.live.roll_call import hashed
 from thinwire.strategies.live.standing import OneRank, ReplicaRanks
 from thinwire.strategies.live.wire import LiveWire
 
@@ -103,11 +102,10 @@ def attach(
         rules=described(chosen),
         check_every=check_every,
         ranks=membership.ranks,
+        # With different ones, a quorum between them would commit on some replicas, and not on others.
+        min_replicas=membership.minimum,
     )
-    texts = {key: value if isinstance(value, str) else value.full for key, value in set_up.items()}
-    replica = Replica(
-        model, optimizers, program, set_up=hashed(sorted(texts.items())), share_optimizer=share_optimizer
-    )
+    replica = Replica(model, optimizers, program, set_up=set_up, share_optimizer=share_optimizer)
     loop = program.outer_loop
     assert loop is not None, "validated above"
     exceptions, meter = exceptions_of(chosen, loop.program, shapes), Meter()

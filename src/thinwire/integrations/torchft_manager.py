@@ -1,9 +1,12 @@
 """torchft's manager for thinwire: made for replicas of one or several ranks, and used as a membership."""
 
+import contextlib
 import json
 import logging
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +33,12 @@ _BETWEEN_RETRIES = 2.0
 """Seconds between two attempts to reach a lighthouse."""
 _CONNECT_LIMIT = timedelta(seconds=10)
 """The longest time that a lighthouse may take to answer at first."""
+_FIRST_NOTICE = 30.0
+"""Seconds of waiting for a quorum before the first log of it."""
+_NO_QUORUM = (
+    "fewer replicas ask for one than the lighthouse's --min_replicas or half of those that live, or the"
+    " lighthouse is gone"
+)
 _VOTE_LIMITS = 4
 """The limits that a rank waits for the votes of its replica's other ranks, which may connect, receive a state
 and wait for a collective, each for the time of one limit."""
@@ -50,7 +59,9 @@ def make_manager(
     A lighthouse that does not answer any more is asked again every two seconds, until `quorum_timeout`.
 
     Args:
-        min_replicas: The number of replicas that an exchange needs to be committed.
+        min_replicas: The number of replicas that an exchange needs to be committed, the same on all
+            replicas. Fewer ones train on without exchanges, if the lighthouse has `--min_replicas 1`. With a
+            higher one they wait for a quorum instead.
         lighthouse: The address of the lighthouse, as `"http://host:29510"`. None takes it from the variable
             TORCHFT_LIGHTHOUSE.
         shards: The ranks of this replica, each of which holds a shard of its model: the mesh that was given
@@ -62,8 +73,9 @@ def make_manager(
         timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
             A stalled replica holds the others up for so long. The lighthouse must answer within it, and
             within ten seconds.
-        quorum_timeout: Seconds to wait for enough replicas. It must exceed the time between two exchanges,
-            because a replica that joins waits for the next one.
+        quorum_timeout: Seconds to wait for enough replicas, in all for a replica that joins. It must exceed
+            the time between two exchanges, because a replica that joins waits for the next one. The log tells
+            after 30 seconds, and then ever more rarely, what a replica waits for.
 
     Raises:
         WireError: There is no lighthouse.
@@ -75,7 +87,7 @@ def make_manager(
         raise WireError(
             "there is no lighthouse: give its address, as lighthouse='http://host:29510', or set"
             " TORCHFT_LIGHTHOUSE. Start one on a host that all replicas reach, with"
-            f" `torchft_lighthouse --min_replicas {min_replicas}`"
+            " `torchft_lighthouse --min_replicas 1`"
         )
     group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
     limit, patience, host = _time(timeout), _time(quorum_timeout), reachable_host(host, address)
@@ -111,8 +123,8 @@ def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], nam
     except RuntimeError as error:
         told.error = (
             f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
-            f" replicas reach, with `torchft_lighthouse --min_replicas {options['min_replica_size']}`, and"
-            f" check the address. (torchft said: {str(error).partition(chr(10))[0]})"
+            f" replicas reach, with `torchft_lighthouse --min_replicas 1`, and check the address. (torchft"
+            f" said: {str(error).partition(chr(10))[0]})"
         )
         raise WireError(told.error) from error
     finally:
@@ -241,17 +253,19 @@ class ManagerMembership:
         found = self.manager.errored()
         return None if found is None else str(found.original_exception)
 
-    def begin(self) -> None:
+    def begin(self, limit: timedelta) -> None:
         """Wait for the quorum. The manager gives this replica a live peer's state if it is behind."""
         try:
-            self.manager.start_quorum()
+            with _waiting(limit):
+                self.manager.start_quorum(timeout=limit)
         except ThinwireError:
             raise  # of `Replica.receive`
         except (TimeoutError, RuntimeError) as error:
+            self.manager._quorum_future = None  # or the next start_quorum would raise the same error at once
             raise WireError(
-                f"there was no quorum within {self.patience.total_seconds():g} s: too few replicas are there,"
-                " or the lighthouse is gone. Start more replicas, or lower the lighthouse's --min_replicas."
-                " If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
+                f"there was no quorum within {self.patience.total_seconds():g} s: {_NO_QUORUM}. Start more"
+                " replicas, or the lighthouse with --min_replicas 1, and replicas below min_replicas train"
+                " on. If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
                 f" restarted, give Manager(quorum_retries=...). (torchft said: {error})"
             ) from error
         failure = self.manager.errored()
@@ -272,7 +286,7 @@ class ManagerMembership:
         except RuntimeError as failure:
             raise WireError(
                 f"exchanges fail again and again ({failure}): the log tells why. Start more replicas, lower"
-                " min_replica_size, or leave out max_retries"
+                " min_replicas, or leave out max_retries"
             ) from failure
 
     def fall_behind(self) -> None:
@@ -282,6 +296,30 @@ class ManagerMembership:
     def abort(self) -> None:
         """Close the connections of the quorum's process group."""
         self.group.abort()
+
+
+@contextlib.contextmanager
+def _waiting(limit: timedelta) -> Iterator[None]:
+    """Log that this replica waits for a quorum: after half a minute, and then ever more rarely."""
+    ended = threading.Event()
+
+    def log() -> None:
+        waited, pause = 0.0, _FIRST_NOTICE
+        while not ended.wait(pause):
+            waited += pause
+            pause = waited
+            logger.warning(
+                "this replica has waited %.0f s for a quorum, and waits up to %.0f s: %s",
+                waited,
+                limit.total_seconds(),
+                _NO_QUORUM,
+            )
+
+    threading.Thread(target=log, name="thinwire_waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _time(seconds: timedelta | float) -> timedelta:

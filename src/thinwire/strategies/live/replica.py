@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count
+from thinwire.engine.agreement import SetUp, differences_text, full_texts, texts_of
 from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
@@ -26,6 +27,19 @@ from thinwire.strategies.live.roll_call import hashed
 logger = logging.getLogger("thinwire")
 
 _COUNTS = ("step", "exchanges", "lineage")
+_DONATED = {
+    *_COUNTS,
+    "set_up",
+    "set_up_hash",
+    "exchange",
+    "settled",
+    "outer",
+    "buffers",
+    "shared",
+    "optimizers",
+}
+SAME_SET_UP = "Give all replicas the same program, options, min_replicas, model and versions"
+"""The advice where set-ups differ."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Replica:
         module: The model: whole in this process, or sharded by FSDP2 over the ranks of the replica.
         optimizers: The optimizers that step it.
         config: What is exchanged, and when.
-        set_up: A hash of all that must be equal on all replicas.
+        set_up: The values that must be equal on all replicas, as text by subject.
         share_optimizer: Whether newcomers receive the optimizers' state too.
     """
 
@@ -53,7 +67,7 @@ class Replica:
         optimizers: Sequence[Optimizer],
         config: Averaging,
         *,
-        set_up: int,
+        set_up: SetUp,
         share_optimizer: bool,
     ) -> None:
         self.trained = {
@@ -62,7 +76,10 @@ class Replica:
         """The trained parameters by name, as optimizers hold them."""
         self.buffers = {original_name(name): one for name, one in module.named_buffers()}
         self.optimizers = list(optimizers)
-        self.config, self.set_up = config, set_up
+        self.config = config
+        self.set_up = texts_of(set_up)
+        self.set_up_hash = hashed(list(full_texts(set_up).items()))
+        """A hash of all that must be equal on all replicas, the order of parameters too."""
         sizes = {name: one.numel() for name, one in self.parameters.items()}
         self.fragments = split_evenly(sizes, self.loop.fragments)
         self.memory = Memory()
@@ -127,6 +144,7 @@ class Replica:
         return {
             **{key: getattr(self, key) for key in _COUNTS},
             "set_up": self.set_up,
+            "set_up_hash": self.set_up_hash,
             "exchange": self.last_exchange,
             "settled": self.settled,
             "outer": self.anchors.state_dict(),
@@ -140,12 +158,9 @@ class Replica:
 
         Raises:
             MismatchError: The peer is set up differently.
+            StateError: The peer's state does not fit.
         """
-        if state["set_up"] != self.set_up:
-            raise MismatchError(
-                "this replica is set up differently from the one that it would continue from: give all"
-                " replicas the same program, options, model and versions of thinwire and torch"
-            )
+        self._check_fit(state)
         lost, trained = self.window, not self._fresh
         if self.prepared is not None and self.prepared.exchange == state["exchange"]:
             # The peer committed the exchange that this replica could not: what it sent there has arrived.
@@ -153,8 +168,7 @@ class Replica:
         self._take(state)
         self.settled = state["settled"]
         if state["optimizers"] is not None and not trained:
-            for one, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                load_local_state(one, saved)
+            self._load_optimizers(state["optimizers"])
         self._fresh = False
         if trained:
             logger.warning(
@@ -164,8 +178,41 @@ class Replica:
                 lost,
             )
 
+    def _check_fit(self, state: Mapping[str, Any]) -> None:
+        """Raise MismatchError or StateError if this replica cannot continue from a peer's state."""
+        if not isinstance(state, Mapping) or _DONATED - set(state):
+            raise StateError(
+                "the state of a peer is not one of thinwire: run the same version on all replicas"
+            )
+        if state["set_up_hash"] == self.set_up_hash:
+            return
+        theirs = state["set_up"]
+        if not isinstance(theirs, Mapping) or not all(isinstance(one, str) for one in theirs.values()):
+            raise StateError("the state of a peer does not describe its set-up: run the same version on all")
+        own_or_peers = ("this replica", "the peer")
+        differences = differences_text(
+            [self.set_up, theirs], lambda places: " and ".join(own_or_peers[place] for place in places)
+        )
+        raise MismatchError(
+            f"this replica is set up differently from the one that it would continue from: {differences}."
+            f" {SAME_SET_UP}"
+        )
+
+    def _load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load a peer's optimizers."""
+        try:
+            for one, saved in zip(self.optimizers, states, strict=True):
+                load_local_state(one, saved)
+        except Exception as error:  # any, from the user's own optimizer
+            raise StateError(
+                f"the optimizers of a peer do not fit ({type(error).__name__}: {error}): give all replicas"
+                " the same ones, or attach with share_optimizer=False"
+            ) from error
+
     def _take(self, state: Mapping[str, Any]) -> None:
         """Take over the part of a state that is equal on all replicas, and start a new window."""
+        for key in (*_COUNTS, "exchange"):
+            check_count(key, state[key])
         buffers = state["buffers"]
         check_tensors("buffer", buffers, self.buffers)
         shared = Memory()
@@ -207,8 +254,7 @@ class Replica:
         keys = {*_COUNTS, "exchange", "window", "outer", "parameters", "buffers", "memory"}
         if not isinstance(state, Mapping) or keys - set(state):
             raise StateError("the state was not saved by a wire of thinwire.integrations.torchft")
-        for key in (*_COUNTS, "exchange", "window"):
-            check_count(key, state[key])
+        check_count("window", state["window"])
         check_tensors("parameter", state["parameters"], self.parameters)
         memory = Memory()
         memory.load_state_dict(state["memory"], {name: one.shape for name, one in self.parameters.items()})
