@@ -302,6 +302,14 @@ def resumed(_: int, folder: Path) -> None:
     manager, again, other, stepping = made()
     saved = torch.load(folder / "job.pt")
     stepping.load_state_dict(saved["optimizer"])
+    for wrong in (
+        {},
+        {"step": 3},
+        {"step": -1, "batches_committed": 3},
+        {"step": 1.5, "batches_committed": 3},
+    ):
+        with pytest.raises(thinwire.StateError):
+            again.load_state_dict({**saved["wire"], "manager": wrong})
     again.load_state_dict(saved["wire"])
     assert (again.step, manager.current_step()) == (10, position)
     trained(20, again, other, stepping)
@@ -553,6 +561,9 @@ def test_the_default_host_is_the_address_that_reaches_the_lighthouse() -> None:
         pytest.raises(thinwire.OptionError, match=r"'localhost' is 127.*cannot reach.*takes 198\.51\.100\.2"),
     ):
         reachable_host("localhost", "http://198.51.100.1:29510")
+    for every in ("0.0.0.0", "::"):
+        with pytest.raises(thinwire.OptionError, match="cannot reach: give its address"):
+            reachable_host(every, "http://127.0.0.1:29510")
     for wrong in ("host:29510", "http://host", "http://[::1:29510", ""):
         with pytest.raises(thinwire.OptionError, match="is no address: give one such as"):
             reachable_host(None, wrong)
@@ -564,6 +575,10 @@ def no_lighthouse(_: int) -> None:
         torchft.make_manager(min_replicas=2)
     with pytest.raises(thinwire.WireError, match=r"localhost:1 does not answer: start one"):
         torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", timeout=1.0)
+    for option in ("timeout", "quorum_timeout"):
+        for value in (0, -1.0, float("nan"), "5"):
+            with pytest.raises(thinwire.OptionError, match=f"{option}=.* must be a positive number"):
+                torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", **{option: value})
 
 
 def test_no_lighthouse_is_an_error_with_a_way_out() -> None:

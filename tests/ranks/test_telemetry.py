@@ -322,6 +322,14 @@ def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     sink.write({"step": 1})
     sink.close()
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    path.write_text('{"step": 0}\n{"step": 1, "error/' + "x" * (3 << 20))
+    sink.write({"step": 1})  # a closed sink goes on, too
+    sink.close()
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    path.write_text("")
+    sink.write({"step": 0})
+    sink.close()
+    assert path.read_text() == '{"step": 0}\n'
     other = tmp_path / "notes.txt"
     other.write_text("not ours, and without a line's end")
     telemetry.JsonLines(other).close()

@@ -276,6 +276,16 @@ def test_a_difference_that_the_roll_call_finds_is_named() -> None:
     check_equal([lives[0], lives[2]], 8)
 
 
+def test_a_model_with_a_mask_of_minus_infinity_joins() -> None:
+    def masked(seed: int) -> torch.nn.Module:
+        made = model(seed)
+        made.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        return made
+
+    with patch("tests.live_room.model", masked):
+        check_equal(run(Room(faults=(Fault(2, 1, 2),)), INT8, replicas=2, steps=8, returns={1: 1}), 8)
+
+
 @pytest.mark.parametrize("change", [{"step": -1}, {"outer": 3}, {"optimizers": [1]}, {"buffers": {}}, None])
 def test_a_peers_state_that_does_not_fit_raises(change: Any) -> None:
     peer, own = (Life(Room(), place, 0, INT8).replica for place in range(2))

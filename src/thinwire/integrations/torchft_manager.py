@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError, WireError
+from thinwire.options import duration_of
 
 try:
     from torchft import Manager, ProcessGroupGloo
@@ -90,7 +91,8 @@ def make_manager(
             " `torchft_lighthouse --min_replicas 1`"
         )
     group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
-    limit, patience, host = _time(timeout), _time(quorum_timeout), reachable_host(host, address)
+    limit, patience = duration_of("timeout", timeout), duration_of("quorum_timeout", quorum_timeout)
+    host = reachable_host(host, address)
     options = {
         "pg": _GlooAt(host, limit),
         "load_state_dict": None,
@@ -320,7 +322,3 @@ def _waiting(limit: timedelta) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-def _time(seconds: timedelta | float) -> timedelta:
-    return seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)

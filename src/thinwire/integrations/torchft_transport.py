@@ -50,8 +50,9 @@ def reachable_host(host: str | None, lighthouse: str) -> str:
         return own
     with listening(host) as probe:
         found = probe.getsockname()[0]
+    address = ipaddress.ip_address(found.partition("%")[0])
     # A lighthouse at an address of this host may serve a job on this host alone.
-    if own != other and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+    if address.is_unspecified or (address.is_loopback and own != other):
         raise OptionError(
             f"host={host!r} is {found} on this host, which other hosts cannot reach: give its address in"
             f" their network, or leave host out, which takes {own}, the address that reaches the lighthouse"

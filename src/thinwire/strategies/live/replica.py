@@ -214,7 +214,7 @@ class Replica:
         for key in (*_COUNTS, "exchange"):
             check_count(key, state[key])
         buffers = state["buffers"]
-        check_tensors("buffer", buffers, self.buffers)
+        check_tensors("buffer", buffers, self.buffers, finite=False)  # masks hold -inf
         shared = Memory()
         shared.load_state_dict(state["shared"], {name: one.shape for name, one in self.parameters.items()})
         self._anchors = restored(self._new_anchors, state["outer"])
