@@ -153,14 +153,22 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "program": ({"program": thinwire.DiLoCo(4, program=thinwire.Int4())}, r"program: DiLoCo\(.*Int[48]"),
     "period": ({"program": thinwire.DiLoCo(8, program=thinwire.Int8())}, r"program: DiLoCo\(.*[48]"),
     "model": ({"width": 5}, r"parameter 0\.weight: \([58], \d+\) torch\.float32 on this replica, \([58], "),
+    "frozen": ({"frozen": True}, r"parameter 0\.weight: .* frozen on "),
     "min_replicas": ({"minimum": 1}, r"option min_replicas: [12] on this replica, [12] on the peer\. Give"),
 }
 
 
 def mismatched(place: int, address: str, subject: str) -> str:
     """Return the error of a replica, of which the second is set up differently."""
-    options = {"program": DILOCO, "width": 8, "minimum": 2, **(DIFFERENT[subject][0] if place else {})}
+    options = {
+        "program": DILOCO,
+        "width": 8,
+        "minimum": 2,
+        "frozen": False,
+        **(DIFFERENT[subject][0] if place else {}),
+    }
     module = nn.Sequential(nn.Linear(tiny.WIDTH, options["width"]), nn.Linear(options["width"], tiny.WIDTH))
+    module[0].weight.requires_grad_(not options["frozen"])
     manager = torchft.make_manager(
         min_replicas=options["minimum"],
         lighthouse=address,
@@ -575,8 +583,9 @@ def no_lighthouse(_: int) -> None:
         torchft.make_manager(min_replicas=2)
     with pytest.raises(thinwire.WireError, match=r"localhost:1 does not answer: start one"):
         torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", timeout=1.0)
+    wrong: list[Any] = [0, -1.0, float("nan"), "5"]
     for option in ("timeout", "quorum_timeout"):
-        for value in (0, -1.0, float("nan"), "5"):
+        for value in wrong:
             with pytest.raises(thinwire.OptionError, match=f"{option}=.* must be a positive number"):
                 torchft.make_manager(min_replicas=2, lighthouse="http://localhost:1", **{option: value})
 

@@ -286,6 +286,34 @@ def test_a_model_with_a_mask_of_minus_infinity_joins() -> None:
         check_equal(run(Room(faults=(Fault(2, 1, 2),)), INT8, replicas=2, steps=8, returns={1: 1}), 8)
 
 
+def frozen(seed: int) -> torch.nn.Module:
+    made = model(seed)
+    made[0].weight.requires_grad_(False)  # type: ignore[index]
+    return made
+
+
+def test_frozen_parameters_with_other_values_are_another_set_up() -> None:
+    """No exchange would ever make them equal."""
+    with patch("tests.live_room.model", frozen):
+        lives = run(Room(), INT8, replicas=2, steps=8)
+    assert isinstance(lives[1][0].error, thinwire.MismatchError)
+    assert "hash of frozen parameters" in str(lives[1][0].error)
+    with patch("tests.live_room.model", lambda seed: frozen(0)):
+        check_equal(run(Room(), INT8, replicas=2, steps=8), 8)
+
+
+def test_a_parameter_that_is_unfrozen_later_raises() -> None:
+    room = Room()
+    room.expected = {0}
+    with patch("tests.live_room.model", frozen):
+        life = Life(room, 0, 0, INT8)
+    life.averager.join()
+    life.step()
+    life.module[0].weight.requires_grad_(True)  # type: ignore[index]
+    with pytest.raises(thinwire.AttachError, match=r"'0.weight' was frozen .*unfreeze it before attach"):
+        life.step()
+
+
 @pytest.mark.parametrize("change", [{"step": -1}, {"outer": 3}, {"optimizers": [1]}, {"buffers": {}}, None])
 def test_a_peers_state_that_does_not_fit_raises(change: Any) -> None:
     peer, own = (Life(Room(), place, 0, INT8).replica for place in range(2))

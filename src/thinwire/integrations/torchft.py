@@ -105,6 +105,8 @@ def attach(
         # With different ones, a quorum between them would commit on some replicas, and not on others.
         min_replicas=membership.minimum,
     )
+    frozen = [f"parameter {name}" for name, one in parameters.items() if not one.requires_grad]
+    set_up |= {subject: f"{set_up[subject]} frozen" for subject in frozen}
     replica = Replica(model, optimizers, program, set_up=set_up, share_optimizer=share_optimizer)
     loop = program.outer_loop
     assert loop is not None, "validated above"

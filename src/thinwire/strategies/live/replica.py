@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,12 +75,12 @@ class Replica:
             original_name(name): one for name, one in module.named_parameters() if one.requires_grad
         }
         """The trained parameters by name, as optimizers hold them."""
+        self._frozen = {
+            original_name(name): one for name, one in module.named_parameters() if not one.requires_grad
+        }
         self.buffers = {original_name(name): one for name, one in module.named_buffers()}
         self.optimizers = list(optimizers)
-        self.config = config
-        self.set_up = texts_of(set_up)
-        self.set_up_hash = hashed(list(full_texts(set_up).items()))
-        """A hash of all that must be equal on all replicas, the order of parameters too."""
+        self.config, self._set_up = config, set_up
         sizes = {name: one.numel() for name, one in self.parameters.items()}
         self.fragments = split_evenly(sizes, self.loop.fragments)
         self.memory = Memory()
@@ -92,6 +93,21 @@ class Replica:
         self._anchors: Anchors | None = None
         self._share_optimizer = share_optimizer
         self._fresh = True
+
+    @cached_property
+    def set_up(self) -> dict[str, str]:
+        """The values that must be equal on all replicas, as text by subject.
+
+        The bits of frozen parameters are among them, since no exchange makes those equal. They are taken when
+        the replica joins: the model may be loaded after it was attached.
+        """
+        bits = fingerprints(map(local_part, self._frozen.values())).tolist() if self._frozen else None
+        return texts_of({**self._set_up, "hash of frozen parameters": f"{hashed(bits)}"})
+
+    @cached_property
+    def set_up_hash(self) -> int:
+        """A hash of all that must be equal on all replicas, the order of parameters too."""
+        return hashed(list(full_texts(self._set_up).items()), self.set_up["hash of frozen parameters"])
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -122,7 +138,17 @@ class Replica:
         return hashed(fingerprints(self.anchors[name] for name in self.parameters).tolist())
 
     def count_step(self) -> None:
-        """Count a training step."""
+        """Count a training step.
+
+        Raises:
+            AttachError: A parameter was unfrozen, and no exchange would include it.
+        """
+        for name, one in self._frozen.items():
+            if one.requires_grad:
+                raise AttachError(
+                    f"parameter {name!r} was frozen when the wire was attached, so it is not averaged, and"
+                    " now it trains: restart all replicas, and unfreeze it before attach"
+                )
         self.step += 1
         self.window += 1
         self.settled, self._fresh = False, False
