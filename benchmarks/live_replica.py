@@ -56,9 +56,8 @@ class Plan:
 
     def lighthouse(self, bind: str = "[::]:0") -> LighthouseServer:
         """Return the job's lighthouse, which is quick to declare a replica dead."""
-        return LighthouseServer(
-            bind=bind, min_replicas=self.minimum, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000
-        )
+        # `minimum` is the managers': with it here, too few replicas would wait, and not train on.
+        return LighthouseServer(bind=bind, min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def supervise(options: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         lighthouse = LighthouseServer(
             bind=f"[::]:{os.environ['MASTER_PORT']}",
-            min_replicas=options.min_replicas,
+            min_replicas=1,  # replicas below their own --min-replicas train on, and do not wait for a quorum
             join_timeout_ms=10_000,  # waits so long for a slow replica, but not for a dead one
             heartbeat_timeout_ms=1_000,  # a replica that is silent for so long is dead
         )

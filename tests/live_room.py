@@ -23,7 +23,7 @@ from thinwire.strategies.live.averager import LiveAverager
 from thinwire.strategies.live.replica import Replica
 
 SECONDS = 60
-SET_UP = 7
+SET_UP = {"program": "DiLoCo", "option min_replicas": "2"}
 
 
 class KilledError(BaseException):
@@ -170,7 +170,7 @@ class Seat:
     def configure(self, rank: int, size: int, number: int, hub: Hub) -> None:
         self.rank, self.size, self.number, self.hub = rank, size, number, hub
 
-    def begin(self) -> None:
+    def begin(self, limit: timedelta) -> None:
         self.room.take_part(self)
         if self.given is not None:
             assert self.replica is not None

@@ -183,12 +183,15 @@ def check_scaler(scaler: object) -> None:
 
 def time_limit_of(timeout: timedelta | float | None) -> timedelta | None:
     """Return the time limit as a timedelta, or None for the limit of the process group."""
-    if timeout is None:
-        return None
+    return None if timeout is None else duration_of("timeout", timeout)
+
+
+def duration_of(name: str, value: timedelta | float) -> timedelta:
+    """Return an option as a timedelta; raise OptionError unless it is a positive number of seconds."""
     try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        limit = value if isinstance(value, timedelta) else timedelta(seconds=value)
     except (TypeError, ValueError, OverflowError):
         limit = timedelta(0)
     if limit <= timedelta(0):
-        raise OptionError(f"timeout={timeout!r} must be a positive number of seconds: it limits every wait")
+        raise OptionError(f"{name}={value!r} must be a positive number of seconds: it limits every wait")
     return limit

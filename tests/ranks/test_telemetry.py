@@ -1,7 +1,11 @@
 """Step records reach their sinks from an ordinary training loop."""
 
+import contextlib
+import errno
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +157,92 @@ def test_ranks_that_do_not_write_need_no_folder(tmp_path: Path) -> None:
     assert summarise(Log.load(tmp_path / "here" / "steps.jsonl")).steps == 1
 
 
+class Failing(Kept):
+    """A sink whose second row fails, and so does its end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, row: telemetry.sinks.Row) -> None:
+        super().write(row)
+        if len(self.rows) == 2:
+            raise self.error
+
+    def close(self) -> None:
+        super().close()
+        if self.rows:
+            raise self.error
+
+
+class Full:
+    """A run of W&B, or a writer of TensorBoard, on a full disk."""
+
+    def log(self, values: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def add_scalar(self, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None: ...
+
+
+def train_with_failing_sinks(rank: int, world_size: int) -> tuple[list[Any], list[str], list[list[int]]]:
+    ddp = DDP(mlp(width=8, layers=2))
+    wire = thinwire.attach(ddp, thinwire.Exact())
+    kept, failing = Kept(), [Failing(OSError("no room")), Failing(ValueError("I/O operation on closed file"))]
+    with Path("/dev/full").open("w") as full, log_of_thinwire() as messages:
+        sinks: tuple[telemetry.Sink, ...] = (
+            telemetry.JsonLines("/dev/full"),
+            telemetry.Console(console=RichConsole(file=full)),
+            telemetry.TensorBoard(writer=Full()),
+            telemetry.WandB(Full()),
+            *failing,
+            kept,
+        )
+        with telemetry.watch(ddp, wire, *sinks):
+            for step in range(STEPS):
+                ddp(batch(rank, step, width=8)).sum().backward()
+        with contextlib.suppress(OSError):  # what the console could not write
+            full.close()
+    return kept.rows, messages, [[len(sink.rows), sink.closed] for sink in failing]
+
+
+@contextlib.contextmanager
+def log_of_thinwire() -> Iterator[list[str]]:
+    """Collect the warnings of thinwire."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("thinwire").removeHandler(handler)
+
+
+def test_a_full_disk_ends_neither_the_training_nor_the_other_sinks() -> None:
+    (rows, messages, failing), (_, others, _) = run_ranks(train_with_failing_sinks, 2)
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert others == []
+    names = ("JsonLines", "Console", "TensorBoard", "WandB", "Failing", "Failing")
+    assert len(messages) == len(names), messages
+    for name in names:
+        assert any(f"the telemetry sink {name} failed (" in one for one in messages), messages
+    assert sum("No space left on device" in one for one in messages) == 4
+    assert failing == [[2, 1], [2, 1]], "no row after the failure, and closed once"
+
+
+def test_a_closed_pipe_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with pytest.raises(BrokenPipeError):
+        telemetry.Console().write({"encode_seconds": None, **ROW})
+
+
 ROW: telemetry.sinks.Row = {"step": 3, "bytes_sent": 10, "wire_seconds": None, "exposed_seconds": 0.5}
 
 
@@ -232,6 +322,14 @@ def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     sink.write({"step": 1})
     sink.close()
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    path.write_text('{"step": 0}\n{"step": 1, "error/' + "x" * (3 << 20))
+    sink.write({"step": 1})  # a closed sink goes on, too
+    sink.close()
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    path.write_text("")
+    sink.write({"step": 0})
+    sink.close()
+    assert path.read_text() == '{"step": 0}\n'
     other = tmp_path / "notes.txt"
     other.write_text("not ours, and without a line's end")
     telemetry.JsonLines(other).close()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import thinwire
-from tests.live_room import Fault, KilledError, Life, Room, run
+from tests.live_room import SET_UP, Fault, KilledError, Life, Room, model, run
 from thinwire.strategies.live.roll_call import Row, decide, decoded
 from thinwire.strategies.live.standing import Standing, agree
 
@@ -91,9 +92,9 @@ class Watched(Life):
     def step(self) -> None:
         begin, before = self.seat.begin, dict[str, torch.Tensor]()
 
-        def watched() -> None:
+        def watched(limit: timedelta) -> None:
             before.update(self.held())
-            begin()
+            begin(limit)
 
         failures = self.uncommitted
         with patch.object(self.seat, "begin", watched):
@@ -156,8 +157,32 @@ def test_a_quorum_below_the_minimum_commits_nothing_and_says_so(caplog: pytest.L
     life.seat.patience = life.seat.patience / 40
     with caplog.at_level(logging.INFO, "thinwire"), pytest.raises(thinwire.WireError, match="at least 2"):
         life.averager.join()
-    assert any("it had 1 replicas, and commits need at least 2" in one for one in caplog.messages)
+    found = [one for one in caplog.messages if "it had 1 replicas, and commits need at least 2" in one]
+    assert len(found) == 1, "once, and not at each of the many attempts"
     assert not life.averager.joined
+
+
+def test_joining_has_one_time_limit_for_all_attempts() -> None:
+    """The second attempt to reach a quorum has the time that the first one left, not the whole limit."""
+    room = Room(minimum=2)
+    room.expected = {0}
+    life = Life(room, 0, 0, INT8)
+    life.seat.patience = timedelta(seconds=40)
+    clock, limits, begin = [1000.0], list[float](), life.seat.begin
+
+    def slow(limit: timedelta) -> None:
+        limits.append(limit.total_seconds())
+        clock[0] += 24.0
+        begin(limit)
+
+    with (
+        patch("thinwire.strategies.live.averager.time.monotonic", lambda: clock[0]),
+        patch("thinwire.strategies.live.averager.time.sleep", lambda seconds: None),
+        patch.object(life.seat, "begin", slow),
+        pytest.raises(thinwire.WireError, match="within 40 s"),
+    ):
+        life.averager.join()
+    assert limits == [40.0, 16.0]
 
 
 def row(**changes: Any) -> Row:
@@ -226,10 +251,81 @@ def test_the_ranks_of_a_replica_tell_the_others_the_same() -> None:
 
 def test_a_replica_that_is_set_up_differently_raises_and_the_others_go_on() -> None:
     def life(room: Room, place: int, *args: Any) -> Life:
-        return Life(room, place, *args, set_up=8 if place == 2 else 7)
+        return Life(room, place, *args, set_up={**SET_UP, "program": "LocalSGD"} if place == 2 else SET_UP)
 
     with patch("tests.live_room.Life", life):
         lives = run(Room(), INT8, replicas=3, steps=8)
     assert isinstance(lives[2][0].error, thinwire.MismatchError)
-    assert "set up differently" in str(lives[2][0].error)
+    assert "program: LocalSGD on this replica, DiLoCo on the peer" in str(lives[2][0].error)
     check_equal(lives[:2], 8)
+
+
+def test_a_difference_that_the_roll_call_finds_is_named() -> None:
+    """Replicas that resume at the same position receive no peer's state, which would show it before."""
+
+    def life(room: Room, place: int, *args: Any) -> Life:
+        made = Life(room, place, *args, set_up={**SET_UP, "option min_replicas": str(1 + (place == 1))})
+        made.seat.position = made.replica.step = 4
+        return made
+
+    with patch("tests.live_room.Life", life), patch("tests.live_room.model", lambda _: model(0)):
+        lives = run(Room(), INT8, replicas=3, steps=8)
+    assert isinstance(lives[1][0].error, thinwire.MismatchError)
+    found = "option min_replicas: 1 on replica 0.0, replica 2.0, 2 on replica 1.0. Give all replicas"
+    assert found in str(lives[1][0].error)
+    check_equal([lives[0], lives[2]], 8)
+
+
+def test_a_model_with_a_mask_of_minus_infinity_joins() -> None:
+    def masked(seed: int) -> torch.nn.Module:
+        made = model(seed)
+        made.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        return made
+
+    with patch("tests.live_room.model", masked):
+        check_equal(run(Room(faults=(Fault(2, 1, 2),)), INT8, replicas=2, steps=8, returns={1: 1}), 8)
+
+
+def frozen(seed: int) -> torch.nn.Module:
+    made = model(seed)
+    made[0].weight.requires_grad_(False)  # type: ignore[index]
+    return made
+
+
+def test_frozen_parameters_with_other_values_are_another_set_up() -> None:
+    """No exchange would ever make them equal."""
+    with patch("tests.live_room.model", frozen):
+        lives = run(Room(), INT8, replicas=2, steps=8)
+    assert isinstance(lives[1][0].error, thinwire.MismatchError)
+    assert "hash of frozen parameters" in str(lives[1][0].error)
+    with patch("tests.live_room.model", lambda seed: frozen(0)):
+        check_equal(run(Room(), INT8, replicas=2, steps=8), 8)
+
+
+def test_a_parameter_that_is_unfrozen_later_raises() -> None:
+    room = Room()
+    room.expected = {0}
+    with patch("tests.live_room.model", frozen):
+        life = Life(room, 0, 0, INT8)
+    life.averager.join()
+    life.step()
+    life.module[0].weight.requires_grad_(True)  # type: ignore[index]
+    with pytest.raises(thinwire.AttachError, match=r"'0.weight' was frozen .*unfreeze it before attach"):
+        life.step()
+
+
+@pytest.mark.parametrize("change", [{"step": -1}, {"outer": 3}, {"optimizers": [1]}, {"buffers": {}}, None])
+def test_a_peers_state_that_does_not_fit_raises(change: Any) -> None:
+    peer, own = (Life(Room(), place, 0, INT8).replica for place in range(2))
+    own.receive(peer.donate())
+    own = Life(Room(), 1, 0, INT8).replica
+    with pytest.raises(thinwire.StateError):
+        own.receive(peer.donate() | change if change else {"step": 1})
+
+
+def test_other_orders_of_parameters_are_other_set_ups() -> None:
+    """Replicas pack parameters in their order."""
+    orders = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+    one, other = (Life(Room(), 0, 0, INT8, set_up=order).replica for order in orders)
+    with pytest.raises(thinwire.MismatchError, match="the order of parameters"):
+        one.receive(other.donate())

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -85,28 +85,52 @@ def agree_on(set_up: SetUp, meeting: Meeting, limit: timedelta, topic: str = _AT
         MismatchError: Set-ups differ, or a rank called `decline`. Raised on every rank, with the differences.
         WireError: A rank did not call it in time.
     """
-    full = {key: value.full if isinstance(value, Described) else value for key, value in set_up.items()}
+    full = full_texts(set_up)
     digests = meeting.gather(topic, hashlib.sha256(json.dumps(full).encode()).hexdigest(), limit)
     if len(set(digests)) == 1:
         return
-    written = {
-        _AS_WRITTEN + key: value.written for key, value in set_up.items() if isinstance(value, Described)
-    }
-    text = json.dumps(full | written)
+    text = json.dumps(texts_of(set_up))
     set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
     failures = [
         f"rank {rank} raised: {each[_FAILED]}" for rank, each in enumerate(set_ups) if _FAILED in each
     ]
     if failures:
         raise MismatchError("; ".join(failures))
-    differences = _differences(set_ups) or ["the order of parameters"]
+    raise MismatchError(
+        f"ranks are set up differently: {differences_text(set_ups)}. Give every rank the same program,"
+        " options, model and versions"
+    )
+
+
+def full_texts(set_up: SetUp) -> dict[str, str]:
+    """Return the texts that are compared, by subject."""
+    return {key: value.full if isinstance(value, Described) else value for key, value in set_up.items()}
+
+
+def texts_of(set_up: SetUp) -> dict[str, str]:
+    """Return all texts of a set-up, those to show too, for `differences_text`."""
+    written = {
+        _AS_WRITTEN + key: value.written for key, value in set_up.items() if isinstance(value, Described)
+    }
+    return full_texts(set_up) | written
+
+
+def differences_text(
+    set_ups: Sequence[Mapping[str, str]], whose: Callable[[list[int]], str] = ranks_text
+) -> str:
+    """Return the first differences between set-ups as text.
+
+    Args:
+        set_ups: Texts of `texts_of`, by rank.
+        whose: A function that names ranks.
+
+    Returns:
+        The subjects that differ, with each value and the ranks that have it.
+    """
+    differences = _differences(set_ups, whose) or ["the order of parameters"]
     shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
     more = len(differences) - _SHOWN_DIFFERENCES
-    raise MismatchError(
-        f"ranks are set up differently: {shown}"
-        + (f"; and {more} more" if more > 0 else "")
-        + ". Give every rank the same program, options, model and versions"
-    )
+    return shown + (f"; and {more} more" if more > 0 else "")
 
 
 def decline(reason: str, meeting: Meeting, topic: str = _ATTACH) -> None:
@@ -142,7 +166,7 @@ def agreeing(meeting: Meeting, limit: timedelta, topic: str) -> Iterator[dict[st
     agree_on(agreed, meeting, limit, topic)
 
 
-def _differences(set_ups: list[dict[str, str]]) -> list[str]:
+def _differences(set_ups: Sequence[Mapping[str, str]], whose: Callable[[list[int]], str]) -> list[str]:
     """Return one line per key that differs between ranks, with each value and its ranks."""
     differences = []
     for key in dict.fromkeys(key for set_up in set_ups for key in set_up):
@@ -157,7 +181,7 @@ def _differences(set_ups: list[dict[str, str]]) -> list[str]:
         if len(ranks_by_value) > 1:
             texts = shown([Described(*pair) for pair in written.items()])
             sides = [
-                f"{text} on {ranks_text(ranks)}"
+                f"{text} on {whose(ranks)}"
                 for text, ranks in zip(texts, ranks_by_value.values(), strict=True)
             ]
             differences.append(f"{key}: {', '.join(sides)}")

@@ -24,7 +24,6 @@ from thinwire.replicas.model import ReplicaModel
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.live.averager import LiveAverager
 from thinwire.strategies.live.replica import Replica
-from thinwire.strategies.live.roll_call import hashed
 from thinwire.strategies.live.standing import OneRank, ReplicaRanks
 from thinwire.strategies.live.wire import LiveWire
 
@@ -35,7 +34,8 @@ except ImportError as error:
         f"thinwire.integrations.torchft needs torchft ({error}): pip install torchft-nightly"
     ) from error
 
-from thinwire.integrations.torchft_manager import KEY, ManagerMembership, make_manager
+from thinwire.integrations.torchft_manager import ManagerMembership, make_manager
+from thinwire.integrations.torchft_transport import KEY
 
 __all__ = ["ManagerMembership", "attach", "make_manager"]
 
@@ -102,11 +102,12 @@ def attach(
         rules=described(chosen),
         check_every=check_every,
         ranks=membership.ranks,
+        # With different ones, a quorum between them would commit on some replicas, and not on others.
+        min_replicas=membership.minimum,
     )
-    texts = {key: value if isinstance(value, str) else value.full for key, value in set_up.items()}
-    replica = Replica(
-        model, optimizers, program, set_up=hashed(sorted(texts.items())), share_optimizer=share_optimizer
-    )
+    frozen = [f"parameter {name}" for name, one in parameters.items() if not one.requires_grad]
+    set_up |= {subject: f"{set_up[subject]} frozen" for subject in frozen}
+    replica = Replica(model, optimizers, program, set_up=set_up, share_optimizer=share_optimizer)
     loop = program.outer_loop
     assert loop is not None, "validated above"
     exceptions, meter = exceptions_of(chosen, loop.program, shapes), Meter()

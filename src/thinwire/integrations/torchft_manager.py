@@ -1,34 +1,45 @@
 """torchft's manager for thinwire: made for replicas of one or several ranks, and used as a membership."""
 
+import contextlib
 import json
+import logging
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs.checks import check_whole
-from thinwire.errors import AttachError, UnavailableError, WireError
+from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError, WireError
+from thinwire.options import duration_of
 
 try:
     from torchft import Manager, ProcessGroupGloo
-    from torchft.checkpointing import HTTPTransport
     from torchft.manager import WorldSizeMode
 except ImportError as error:
     raise UnavailableError(
         f"thinwire.integrations.torchft needs torchft ({error}): pip install torchft-nightly"
     ) from error
 
-KEY = "thinwire"
-"""The key of thinwire's state in that of a manager."""
+from thinwire.integrations.torchft_transport import KEY, StateTransport, in_url, reachable_host, store_at
+
+logger = logging.getLogger("thinwire")
+
 _BETWEEN_RETRIES = 2.0
 """Seconds between two attempts to reach a lighthouse."""
 _CONNECT_LIMIT = timedelta(seconds=10)
 """The longest time that a lighthouse may take to answer at first."""
+_FIRST_NOTICE = 30.0
+"""Seconds of waiting for a quorum before the first log of it."""
+_NO_QUORUM = (
+    "fewer replicas ask for one than the lighthouse's --min_replicas or half of those that live, or the"
+    " lighthouse is gone"
+)
 _VOTE_LIMITS = 4
 """The limits that a rank waits for the votes of its replica's other ranks, which may connect, receive a state
 and wait for a collective, each for the time of one limit."""
@@ -49,22 +60,27 @@ def make_manager(
     A lighthouse that does not answer any more is asked again every two seconds, until `quorum_timeout`.
 
     Args:
-        min_replicas: The number of replicas that an exchange needs to be committed.
+        min_replicas: The number of replicas that an exchange needs to be committed, the same on all
+            replicas. Fewer ones train on without exchanges, if the lighthouse has `--min_replicas 1`. With a
+            higher one they wait for a quorum instead.
         lighthouse: The address of the lighthouse, as `"http://host:29510"`. None takes it from the variable
             TORCHFT_LIGHTHOUSE.
         shards: The ranks of this replica, each of which holds a shard of its model: the mesh that was given
             to `fully_shard`, or its process group. None: this process holds the whole model.
         name: The replica's name in logs, the same after each restart. None: host and process.
-        host: The name or address by which other replicas reach this host. None: its name.
+        host: The name or address by which other replicas reach this host. States and stores are served there
+            only. None: the address from which this host reaches the lighthouse, which is the loopback
+            address for a lighthouse at `localhost`.
         timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
             A stalled replica holds the others up for so long. The lighthouse must answer within it, and
             within ten seconds.
-        quorum_timeout: Seconds to wait for enough replicas. It must exceed the time between two exchanges,
-            because a replica that joins waits for the next one.
+        quorum_timeout: Seconds to wait for enough replicas, in all for a replica that joins. It must exceed
+            the time between two exchanges, because a replica that joins waits for the next one. The log tells
+            after 30 seconds, and then ever more rarely, what a replica waits for.
 
     Raises:
         WireError: There is no lighthouse.
-        OptionError: An option is not valid.
+        OptionError: An option is not valid, or `host` is no address of this host.
     """
     check_whole("min_replicas", min_replicas, 1, "replicas that an exchange needs")
     address = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
@@ -72,10 +88,11 @@ def make_manager(
         raise WireError(
             "there is no lighthouse: give its address, as lighthouse='http://host:29510', or set"
             " TORCHFT_LIGHTHOUSE. Start one on a host that all replicas reach, with"
-            f" `torchft_lighthouse --min_replicas {min_replicas}`"
+            " `torchft_lighthouse --min_replicas 1`"
         )
     group = shards.get_group() if isinstance(shards, DeviceMesh) else shards
-    limit, patience, host = _time(timeout), _time(quorum_timeout), host or socket.gethostname()
+    limit, patience = duration_of("timeout", timeout), duration_of("quorum_timeout", quorum_timeout)
+    host = reachable_host(host, address)
     options = {
         "pg": _GlooAt(host, limit),
         "load_state_dict": None,
@@ -88,8 +105,8 @@ def make_manager(
         "rank": 0 if group is None else group.rank(),
         "world_size": 1 if group is None else group.size(),
         "lighthouse_addr": address,
-        "hostname": host,
-        "checkpoint_transport": _TransportAt(host, limit),
+        "hostname": in_url(host),
+        "checkpoint_transport": StateTransport(host, limit),
         "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
     }
     if options["rank"]:
@@ -99,15 +116,17 @@ def make_manager(
 
 def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], name: str) -> Manager:
     """Return the manager of a replica's first rank, after telling the other ranks where to find it."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    told = _Told(options["hostname"], store.port, name)
+    # Of one process, no other needs the store.
+    host = "localhost" if group is None or group.size() == 1 else options["hostname"].strip("[]")
+    store = store_at(host)
+    told = _Told(host, store.port, name)
     try:
-        manager = Manager(**options, store_addr="localhost", store_port=store.port, replica_id=name)
+        manager = Manager(**options, store_addr=host, store_port=store.port, replica_id=name)
     except RuntimeError as error:
         told.error = (
             f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
-            f" replicas reach, with `torchft_lighthouse --min_replicas {options['min_replica_size']}`, and"
-            f" check the address. (torchft said: {str(error).partition(chr(10))[0]})"
+            f" replicas reach, with `torchft_lighthouse --min_replicas 1`, and check the address. (torchft"
+            f" said: {str(error).partition(chr(10))[0]})"
         )
         raise WireError(told.error) from error
     finally:
@@ -150,30 +169,18 @@ def _from_first(group: dist.ProcessGroup | None, told: _Told | None = None) -> A
 
 
 class _GlooAt(ProcessGroupGloo):
-    """A group whose store is at an address of the caller's choice. torchft takes the host's name."""
+    """A group whose store listens at an address of the caller's choice. torchft's listens at all."""
 
     def __init__(self, host: str, limit: timedelta) -> None:
         super().__init__(timeout=limit)
-        self._host = host
+        self._host = in_url(host)
+        self._rendezvous_store = store_at(host)
 
     def get_reconfigure_handle(self) -> str:
         """Return what the other replicas need to connect."""
         handle = json.loads(super().get_reconfigure_handle())
         handle["store"] = f"{self._host}:{handle['store'].rpartition(':')[2]}"
         return json.dumps(handle)
-
-
-class _TransportAt(HTTPTransport):
-    """A transport of states from an address of the caller's choice. torchft takes the host's name."""
-
-    def __init__(self, host: str, limit: timedelta) -> None:
-        self._host = host  # before the constructor, which logs the address
-        super().__init__(timeout=limit, num_chunks=0)
-
-    def address(self) -> str:
-        """Return the address that a replica reads a state from."""
-        port = urlsplit(super().address()).port
-        return f"http://{self._host}:{port}/checkpoint/"
 
 
 class ManagerMembership:
@@ -200,6 +207,11 @@ class ManagerMembership:
             )
         if KEY in manager._user_state_dicts:
             raise AttachError("this manager has a wire already: make a manager for each model")
+        if not isinstance(manager._checkpoint_transport, StateTransport):
+            logger.warning(
+                "this manager's %s may run code that a peer sends: use make_manager, which does not",
+                type(manager._checkpoint_transport).__name__,
+            )
         self.manager = manager
         self.group = manager._pg
         self.limit: timedelta = manager._timeout
@@ -243,17 +255,24 @@ class ManagerMembership:
         found = self.manager.errored()
         return None if found is None else str(found.original_exception)
 
-    def begin(self) -> None:
+    def begin(self, limit: timedelta) -> None:
         """Wait for the quorum. The manager gives this replica a live peer's state if it is behind."""
         try:
-            self.manager.start_quorum()
+            with _waiting(limit):
+                self.manager.start_quorum(timeout=limit)
+        except ThinwireError:
+            raise  # of `Replica.receive`
         except (TimeoutError, RuntimeError) as error:
+            self.manager._quorum_future = None  # or the next start_quorum would raise the same error at once
             raise WireError(
-                f"there was no quorum within {self.patience.total_seconds():g} s: too few replicas are there,"
-                " or the lighthouse is gone. Start more replicas, or lower the lighthouse's --min_replicas."
-                " If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
+                f"there was no quorum within {self.patience.total_seconds():g} s: {_NO_QUORUM}. Start more"
+                " replicas, or the lighthouse with --min_replicas 1, and replicas below min_replicas train"
+                " on. If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
                 f" restarted, give Manager(quorum_retries=...). (torchft said: {error})"
             ) from error
+        failure = self.manager.errored()
+        if failure is not None and isinstance(failure.original_exception, StateError):
+            raise failure.original_exception  # the peer would send the same again
 
     def vote(self, error: Exception | None) -> bool:
         """Report an error, and return whether the manager commits."""
@@ -269,7 +288,7 @@ class ManagerMembership:
         except RuntimeError as failure:
             raise WireError(
                 f"exchanges fail again and again ({failure}): the log tells why. Start more replicas, lower"
-                " min_replica_size, or leave out max_retries"
+                " min_replicas, or leave out max_retries"
             ) from failure
 
     def fall_behind(self) -> None:
@@ -281,5 +300,25 @@ class ManagerMembership:
         self.group.abort()
 
 
-def _time(seconds: timedelta | float) -> timedelta:
-    return seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+@contextlib.contextmanager
+def _waiting(limit: timedelta) -> Iterator[None]:
+    """Log that this replica waits for a quorum: after half a minute, and then ever more rarely."""
+    ended = threading.Event()
+
+    def log() -> None:
+        waited, pause = 0.0, _FIRST_NOTICE
+        while not ended.wait(pause):
+            waited += pause
+            pause = waited
+            logger.warning(
+                "this replica has waited %.0f s for a quorum, and waits up to %.0f s: %s",
+                waited,
+                limit.total_seconds(),
+                _NO_QUORUM,
+            )
+
+    threading.Thread(target=log, name="thinwire_waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -7,6 +7,7 @@ must not write receive none.
 import importlib
 import json
 import math
+import mmap
 import os
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
@@ -22,7 +23,6 @@ In rows of gradients, `overflowed` is true if the step was skipped. Audits have 
 """
 
 AUDIT = "audit"
-_LONGEST_LINE = 1 << 20
 _PLACE = ("step", "purpose", "rank", "world_size")
 
 
@@ -62,6 +62,7 @@ class Console:
         if console is None:
             rich_console = _library("rich.console", "the console sink", "thinwire[cli]")
             console = rich_console.Console(stderr=True, highlight=False)
+            console.on_broken_pipe = _raise_again
         self._console = console
         self._every = every
 
@@ -112,9 +113,10 @@ class JsonLines:
         self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the file. A later row opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _open(self, rank: int) -> TextIO:
         name = f"{self._path.stem}-rank{rank}{self._path.suffix}" if rank else self._path.name
@@ -158,11 +160,12 @@ class TensorBoard:
             self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Write buffered scalars, and close the writer unless it was given."""
+        """Write buffered scalars, and close the writer unless it was given. A later row opens a new one."""
         if self._writer is None:
             return
         if self._own:
-            self._writer.close()
+            writer, self._writer = self._writer, None
+            writer.close()
         else:
             self._writer.flush()
 
@@ -213,17 +216,22 @@ def _audit_line(row: Row) -> str:
     return f"audit of step {row['step']}  {found}  {row['action']}".rstrip()
 
 
+def _raise_again() -> None:
+    """Raise the BrokenPipeError that rich has caught. Its own handler ends the process."""
+    raise  # called in an except clause of rich
+
+
 def _remove_incomplete_line(path: Path) -> None:
     """Remove an incomplete last line, left by a killed process, so that the next line is valid."""
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:
-        start = max(0, file.seek(0, 2) - _LONGEST_LINE)
-        file.seek(start)
-        end = file.read()
-        last = end.rfind(b"\n") + 1
-        if end[last:].startswith(b"{"):
-            file.truncate(start + last)
+        # Mapped, because a row of an audit has two values for each parameter, and may be megabytes long.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            last = content.rfind(b"\n") + 1
+            incomplete = content[last : last + 1] == b"{"
+        if incomplete:
+            file.truncate(last)
 
 
 def _library(name: str, what: str, package: str) -> Any:

@@ -1,8 +1,10 @@
 """Delivery of finished step records to sinks, on the training loop's own thread."""
 
+import contextlib
+import logging
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,6 +21,8 @@ from thinwire.monitors.audit import AuditRecord
 from thinwire.telemetry.sinks import AUDIT, Checked, Row, Sink
 from thinwire.wire import Wire
 
+logger = logging.getLogger("thinwire")
+
 Ranks: TypeAlias = Literal["rank0", "all"]
 """The ranks that send their rows to sinks."""
 
@@ -29,6 +33,9 @@ def watch(ddp: nn.Module, wire: Wire, *sinks: Sink, ranks: Ranks = "rank0") -> "
     A step is sent when the next forward pass begins. The training loop does not change. Call `watch` on
     every rank. By default only the first rank of the model's process group writes, and sinks of the other
     ranks open no file. Call `close()`, or use the result as a context manager, to send the last step.
+
+    A sink that fails during training, as on a full disk, does not end it. One warning names the error, and
+    the sink receives no more rows.
 
     Rows contain the rank in the whole job, and sinks separate ranks by it. If several groups train in one
     job, as with tensor parallelism, the first rank of each group writes, each to its own file.
@@ -96,16 +103,35 @@ class Watch:
 
     def _send(self, row: Row) -> None:
         for sink in self._sinks:
-            sink.write(row | self._place)
+            if not self._works(sink, partial(sink.write, row | self._place)):
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
+                with contextlib.suppress(Exception):  # it may fail again, on what it could not write
+                    sink.close()
+
+    def _works(self, sink: Sink, call: Callable[[], None]) -> bool:
+        """Call a sink, and return whether it succeeded; log a warning if not."""
+        try:
+            call()
+        except Exception as error:  # raised, it would end this rank, and the others would wait for it
+            logger.warning(
+                "the telemetry sink %s failed (%s: %s) and receives no more rows. Training goes on",
+                type(sink).__name__,
+                type(error).__name__,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+            return False
+        return True
 
     def close(self) -> None:
         """Send the remaining steps and close all sinks. A second call does nothing."""
         self._hook.remove()
-        with ExitStack() as closing:  # close the other sinks even if one fails
-            for sink in self._sinks:
-                closing.callback(sink.close)
+        try:
             self.flush()
-            self._sinks = ()
+        finally:
+            sinks, self._sinks = self._sinks, ()
+            for sink in sinks:
+                self._works(sink, sink.close)
 
     def __enter__(self) -> "Watch":
         return self

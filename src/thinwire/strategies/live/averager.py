@@ -3,7 +3,9 @@
 import logging
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
+from thinwire.engine.agreement import differences_text
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import MODELS, Meter
@@ -14,13 +16,17 @@ from thinwire.strategies.averaging.local_parts import quietly
 from thinwire.strategies.averaging.shared_state import reset_states
 from thinwire.strategies.live.exchange import Exchange, Work
 from thinwire.strategies.live.membership import LiveCommunicator, Membership
-from thinwire.strategies.live.replica import Prepared, Replica
+from thinwire.strategies.live.replica import SAME_SET_UP, Prepared, Replica
 from thinwire.strategies.live.roll_call import Decision, hashed
 from thinwire.strategies.live.standing import OneRank, ReplicaRanks, Standing, agree
 
 logger = logging.getLogger("thinwire")
 
 _PAUSE = 0.2
+_LEAST = 5.0
+"""Seconds that an attempt to exchange has at least, where fewer are left of the time limit."""
+_REPEATED = 60.0
+"""Seconds between two logs of the same reason why a replica has not joined."""
 _SHOWN = 5
 
 
@@ -59,6 +65,7 @@ class LiveAverager:
         self._meter = meter
         self._check_every = check_every
         self._ranks = ranks or OneRank()
+        self._logged: tuple[str, float] = ("", 0.0)
 
     def join(self) -> None:
         """Wait for the other replicas' next exchange, and take over their state. Later calls do nothing.
@@ -67,9 +74,11 @@ class LiveAverager:
             WireError: There were not enough replicas in time.
             MismatchError: This replica is set up differently from the others.
         """
-        deadline = self._deadline()
+        self._join(self._deadline())
+
+    def _join(self, deadline: float) -> None:
         while not self.joined:
-            if self._round() is None:
+            if self._round(deadline) is None:
                 self._pause(deadline)
 
     def step_ended(self) -> None:
@@ -82,7 +91,7 @@ class LiveAverager:
         self._replica.count_step()
         if self._replica.config.due(self._replica.step):
             with span("averaging"):
-                self._round()
+                self._round(self._deadline())
 
     def finalize(self) -> None:
         """Set all models to their exact mean, with the replicas that have ended their training too.
@@ -93,12 +102,12 @@ class LiveAverager:
         Raises:
             WireError: There were not enough replicas in time.
         """
-        self.join()
         deadline = self._deadline()
+        self._join(deadline)
         while True:
             decision = None
             try:
-                decision = self._round(final=True)
+                decision = self._round(deadline, final=True)
             except WireError:
                 if not self._replica.settled:
                     raise
@@ -109,6 +118,8 @@ class LiveAverager:
                 return
             if decision is None:
                 self._pause(deadline)
+            else:
+                deadline = self._deadline()  # others are still training
 
     def _deadline(self) -> float:
         return time.monotonic() + self._membership.patience.total_seconds()
@@ -120,17 +131,22 @@ class LiveAverager:
             raise WireError(
                 f"no exchange was committed within {membership.patience.total_seconds():g} s, the last with"
                 f" {membership.size} replicas where at least {membership.minimum} are needed: start more"
-                " replicas, lower min_replica_size, or raise quorum_timeout; the log tells why others failed"
+                " replicas, lower min_replicas, or raise quorum_timeout; the log has each cause"
             )
         time.sleep(_PAUSE)
 
-    def _round(self, *, final: bool = False) -> Decision | None:
-        """Run one exchange; return what its roll call has shown if it was committed, else None."""
+    def _round(self, deadline: float, *, final: bool = False) -> Decision | None:
+        """Run one exchange; return what its roll call has shown if it was committed, else None.
+
+        Args:
+            deadline: When to stop waiting for other replicas.
+            final: Whether this replica has ended its training.
+        """
         membership, replica = self._membership, self._replica
         replica.anchors  # noqa: B018 - taken now, before a peer may ask for them
         with at_work(), quietly():
             try:
-                membership.begin()
+                membership.begin(timedelta(seconds=max(_LEAST, deadline - time.monotonic())))
             except BaseException:
                 membership.abort()  # the others may be connected already, and would wait for this replica
                 raise
@@ -184,7 +200,7 @@ class LiveAverager:
         try:
             work = exchange.run(final=final)
             if work.decision.blocked:
-                error = self._blocked(work.decision)
+                error = self._blocked(work)
             else:
                 exchange.acknowledge()
         except WireError as failure:
@@ -199,15 +215,18 @@ class LiveAverager:
             engine.close()
         return work, error
 
-    def _blocked(self, decision: Decision) -> ThinwireError:
-        """Return why replicas do not fit together; raise it if this one does not fit and cannot be helped."""
-        own = self._membership.rank
+    def _blocked(self, work: Work) -> ThinwireError:
+        """Return why replicas do not fit together; raise it if this one is the mismatched one."""
+        decision, own = work.decision, self._membership.rank
         if decision.different:
             names = ", ".join(decision.names[rank] for rank in sorted(decision.different))
-            error = MismatchError(
-                f"{names} is set up differently from the other replicas: give all of them the same program,"
-                " options, model and versions of thinwire and torch"
-            )
+            text = f"{names} is set up differently from the other replicas"
+            if work.set_ups:
+                found = differences_text(
+                    work.set_ups, lambda ranks: ", ".join(decision.names[rank] for rank in ranks)
+                )
+                text = f"{text}: {found}"
+            error = MismatchError(f"{text}. {SAME_SET_UP}")
             if own in decision.different:
                 raise error
             return error
@@ -236,14 +255,24 @@ class LiveAverager:
         if error is None and membership.size < membership.minimum:
             reason = (
                 f"it had {membership.size} replicas, and commits need at least {membership.minimum}: start"
-                " more replicas, or lower min_replica_size"
+                " more replicas, or lower min_replicas"
             )
+        if not self.joined:
+            self._log_waiting(reason)
+            return
         logger.warning(
             "the exchange after step %d was not committed: %s. Training goes on, and the next exchange covers"
             " these steps too",
             replica.step,
             reason,
         )
+
+    def _log_waiting(self, reason: str) -> None:
+        """Log why this replica has not joined, unless that was logged a moment ago. It tries all the time."""
+        (logged, when), now = self._logged, time.monotonic()
+        if reason != logged or now > when + _REPEATED:
+            self._logged = reason, now
+            logger.warning("this replica has not joined the others yet: %s", reason)
 
     def _apply(self, work: Work) -> None:
         """Use what was committed."""

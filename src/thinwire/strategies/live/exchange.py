@@ -1,5 +1,7 @@
 """One exchange among the replicas that are there. Nothing of it is applied here."""
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -7,7 +9,7 @@ import torch
 
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, Steps
-from thinwire.errors import DivergedError
+from thinwire.errors import DivergedError, WireError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import Memory, Staged
@@ -27,6 +29,7 @@ class Work:
 
     Attributes:
         decision: What the roll call has shown.
+        set_ups: The set-ups of all replicas by rank, if they differ and could be gathered.
         fragments: The fragments that were exchanged; all of them at the end of the training.
         means: The mean pseudo-gradients by name.
         buffers: The shared buffers by name.
@@ -35,6 +38,7 @@ class Work:
     """
 
     decision: Decision
+    set_ups: tuple[Mapping[str, str], ...] = ()
     fragments: tuple[int, ...] = ()
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -82,6 +86,9 @@ class Exchange:
             DivergedError: This replica's model holds inf or NaN.
         """
         work = Work(self._roll_call(final))
+        if work.decision.different:
+            with contextlib.suppress(WireError, ValueError):  # of another version, which does not send it
+                work.set_ups = self._set_ups()
         if not work.decision.blocked:
             self._average(work)
         return work
@@ -95,12 +102,13 @@ class Exchange:
         Raises:
             WireError: A replica died or stalled. Others may have received all acknowledgements.
         """
-        self._run(_acknowledge(self._replica.device), "the acknowledgement")
+        received = torch.ones(1, dtype=torch.int32, device=self._replica.device)
+        self._run(_gather(received), "the acknowledgement")
 
     def _roll_call(self, final: bool) -> Decision:
         replica, membership, standing = self._replica, self._membership, self._standing
         own = Row(
-            set_up=replica.set_up,
+            set_up=replica.set_up_hash,
             lineage=standing.lineage,
             position=membership.position,
             step=standing.step,
@@ -112,6 +120,15 @@ class Exchange:
         )
         gathered = self._run(gather_rows(own, replica.device), "the roll call")
         return decide([decoded(row) for row in gathered.cpu()])
+
+    def _set_ups(self) -> tuple[Mapping[str, str], ...]:
+        """Return the set-ups of all replicas, by rank."""
+        device = self._replica.device
+        text = json.dumps(self._replica.set_up).encode()
+        sizes = self._run(_gather(torch.tensor([len(text)], device=device)), "the sizes of set-ups")
+        padded = bytearray(text.ljust(int(sizes.max()), b" "))
+        rows = self._run(_gather(torch.frombuffer(padded, dtype=torch.uint8).to(device)), "set-ups")
+        return tuple(json.loads(bytes(row.tolist())) for row in rows.cpu())
 
     def _average(self, work: Work) -> None:
         """Fill in what the replicas exchange at this point, if anything."""
@@ -181,7 +198,7 @@ class Exchange:
         return result
 
 
-def _acknowledge(device: torch.device) -> Steps[torch.Tensor]:
-    """Tell all replicas that this one has received everything, and wait for theirs."""
-    gathered: torch.Tensor = yield AllGather(torch.ones(1, dtype=torch.int32, device=device))
+def _gather(own: torch.Tensor) -> Steps[torch.Tensor]:
+    """Gather the tensors of all replicas."""
+    gathered: torch.Tensor = yield AllGather(own)
     return gathered

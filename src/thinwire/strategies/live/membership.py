@@ -47,13 +47,18 @@ class Membership(Protocol):
     def error(self) -> str | None:
         """Why this replica cannot take part in the exchange that has begun, or None."""
 
-    def begin(self) -> None:
+    def begin(self, limit: timedelta) -> None:
         """Wait until enough replicas have called it, and connect to them.
 
         A replica behind the others' position receives a live peer's state before this returns.
 
+        Args:
+            limit: The time to wait for them.
+
         Raises:
             WireError: There were not enough replicas in time.
+            MismatchError: The peer whose state it received is set up differently.
+            StateError: That state does not fit.
         """
 
     def vote(self, error: Exception | None) -> bool:

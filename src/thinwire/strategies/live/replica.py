@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count
+from thinwire.engine.agreement import SetUp, differences_text, full_texts, texts_of
 from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
@@ -26,6 +28,19 @@ from thinwire.strategies.live.roll_call import hashed
 logger = logging.getLogger("thinwire")
 
 _COUNTS = ("step", "exchanges", "lineage")
+_DONATED = {
+    *_COUNTS,
+    "set_up",
+    "set_up_hash",
+    "exchange",
+    "settled",
+    "outer",
+    "buffers",
+    "shared",
+    "optimizers",
+}
+SAME_SET_UP = "Give all replicas the same program, options, min_replicas, model and versions"
+"""The advice where set-ups differ."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class Replica:
         module: The model: whole in this process, or sharded by FSDP2 over the ranks of the replica.
         optimizers: The optimizers that step it.
         config: What is exchanged, and when.
-        set_up: A hash of all that must be equal on all replicas.
+        set_up: The values that must be equal on all replicas, as text by subject.
         share_optimizer: Whether newcomers receive the optimizers' state too.
     """
 
@@ -53,16 +68,19 @@ class Replica:
         optimizers: Sequence[Optimizer],
         config: Averaging,
         *,
-        set_up: int,
+        set_up: SetUp,
         share_optimizer: bool,
     ) -> None:
         self.trained = {
             original_name(name): one for name, one in module.named_parameters() if one.requires_grad
         }
         """The trained parameters by name, as optimizers hold them."""
+        self._frozen = {
+            original_name(name): one for name, one in module.named_parameters() if not one.requires_grad
+        }
         self.buffers = {original_name(name): one for name, one in module.named_buffers()}
         self.optimizers = list(optimizers)
-        self.config, self.set_up = config, set_up
+        self.config, self._set_up = config, set_up
         sizes = {name: one.numel() for name, one in self.parameters.items()}
         self.fragments = split_evenly(sizes, self.loop.fragments)
         self.memory = Memory()
@@ -75,6 +93,21 @@ class Replica:
         self._anchors: Anchors | None = None
         self._share_optimizer = share_optimizer
         self._fresh = True
+
+    @cached_property
+    def set_up(self) -> dict[str, str]:
+        """The values that must be equal on all replicas, as text by subject.
+
+        The bits of frozen parameters are among them, since no exchange makes those equal. They are taken when
+        the replica joins: the model may be loaded after it was attached.
+        """
+        bits = fingerprints(map(local_part, self._frozen.values())).tolist() if self._frozen else None
+        return texts_of({**self._set_up, "hash of frozen parameters": f"{hashed(bits)}"})
+
+    @cached_property
+    def set_up_hash(self) -> int:
+        """A hash of all that must be equal on all replicas, the order of parameters too."""
+        return hashed(list(full_texts(self._set_up).items()), self.set_up["hash of frozen parameters"])
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -105,7 +138,17 @@ class Replica:
         return hashed(fingerprints(self.anchors[name] for name in self.parameters).tolist())
 
     def count_step(self) -> None:
-        """Count a training step."""
+        """Count a training step.
+
+        Raises:
+            AttachError: A parameter was unfrozen, and no exchange would include it.
+        """
+        for name, one in self._frozen.items():
+            if one.requires_grad:
+                raise AttachError(
+                    f"parameter {name!r} was frozen when the wire was attached, so it is not averaged, and"
+                    " now it trains: restart all replicas, and unfreeze it before attach"
+                )
         self.step += 1
         self.window += 1
         self.settled, self._fresh = False, False
@@ -127,6 +170,7 @@ class Replica:
         return {
             **{key: getattr(self, key) for key in _COUNTS},
             "set_up": self.set_up,
+            "set_up_hash": self.set_up_hash,
             "exchange": self.last_exchange,
             "settled": self.settled,
             "outer": self.anchors.state_dict(),
@@ -140,12 +184,9 @@ class Replica:
 
         Raises:
             MismatchError: The peer is set up differently.
+            StateError: The peer's state does not fit.
         """
-        if state["set_up"] != self.set_up:
-            raise MismatchError(
-                "this replica is set up differently from the one that it would continue from: give all"
-                " replicas the same program, options, model and versions of thinwire and torch"
-            )
+        self._check_fit(state)
         lost, trained = self.window, not self._fresh
         if self.prepared is not None and self.prepared.exchange == state["exchange"]:
             # The peer committed the exchange that this replica could not: what it sent there has arrived.
@@ -153,8 +194,7 @@ class Replica:
         self._take(state)
         self.settled = state["settled"]
         if state["optimizers"] is not None and not trained:
-            for one, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                load_local_state(one, saved)
+            self._load_optimizers(state["optimizers"])
         self._fresh = False
         if trained:
             logger.warning(
@@ -164,10 +204,43 @@ class Replica:
                 lost,
             )
 
+    def _check_fit(self, state: Mapping[str, Any]) -> None:
+        """Raise MismatchError or StateError if this replica cannot continue from a peer's state."""
+        if not isinstance(state, Mapping) or _DONATED - set(state):
+            raise StateError(
+                "the state of a peer is not one of thinwire: run the same version on all replicas"
+            )
+        if state["set_up_hash"] == self.set_up_hash:
+            return
+        theirs = state["set_up"]
+        if not isinstance(theirs, Mapping) or not all(isinstance(one, str) for one in theirs.values()):
+            raise StateError("the state of a peer does not describe its set-up: run the same version on all")
+        own_or_peers = ("this replica", "the peer")
+        differences = differences_text(
+            [self.set_up, theirs], lambda places: " and ".join(own_or_peers[place] for place in places)
+        )
+        raise MismatchError(
+            f"this replica is set up differently from the one that it would continue from: {differences}."
+            f" {SAME_SET_UP}"
+        )
+
+    def _load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load a peer's optimizers."""
+        try:
+            for one, saved in zip(self.optimizers, states, strict=True):
+                load_local_state(one, saved)
+        except Exception as error:  # any, from the user's own optimizer
+            raise StateError(
+                f"the optimizers of a peer do not fit ({type(error).__name__}: {error}): give all replicas"
+                " the same ones, or attach with share_optimizer=False"
+            ) from error
+
     def _take(self, state: Mapping[str, Any]) -> None:
         """Take over the part of a state that is equal on all replicas, and start a new window."""
+        for key in (*_COUNTS, "exchange"):
+            check_count(key, state[key])
         buffers = state["buffers"]
-        check_tensors("buffer", buffers, self.buffers)
+        check_tensors("buffer", buffers, self.buffers, finite=False)  # masks hold -inf
         shared = Memory()
         shared.load_state_dict(state["shared"], {name: one.shape for name, one in self.parameters.items()})
         self._anchors = restored(self._new_anchors, state["outer"])
@@ -207,8 +280,7 @@ class Replica:
         keys = {*_COUNTS, "exchange", "window", "outer", "parameters", "buffers", "memory"}
         if not isinstance(state, Mapping) or keys - set(state):
             raise StateError("the state was not saved by a wire of thinwire.integrations.torchft")
-        for key in (*_COUNTS, "exchange", "window"):
-            check_count(key, state[key])
+        check_count("window", state["window"])
         check_tensors("parameter", state["parameters"], self.parameters)
         memory = Memory()
         memory.load_state_dict(state["memory"], {name: one.shape for name, one in self.parameters.items()})

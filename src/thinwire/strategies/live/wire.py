@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from thinwire.checkpoint.validate import check_count
 from thinwire.engine.meter import Meter, Stats, sent_text
 from thinwire.errors import AttachError, StateError
 from thinwire.strategies.averaging.policy import Averaging
@@ -109,8 +110,13 @@ class LiveWire:
             raise AttachError("load_state_dict was called after this replica had joined: call it before")
         if not isinstance(state, Mapping) or not {"replica", "manager"} <= set(state):
             raise StateError("the state was not saved by a wire of thinwire.integrations.torchft")
+        manager = state["manager"]
+        if not isinstance(manager, Mapping) or set(manager) != set(self._outside[0]()):
+            raise StateError(f"the state's manager={manager!r} is not one of this version of torchft")
+        for name, value in manager.items():
+            check_count(name, value)
         self._replica.load_state_dict(state["replica"])
-        self._outside[1](state["manager"])
+        self._outside[1](dict(manager))
 
     def __reduce__(self) -> str:
         raise AttachError(
