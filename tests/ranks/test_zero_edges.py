@@ -176,6 +176,7 @@ def micro_batches_after_a_skipped_step(rank: int) -> None:
         assert after.isfinite().all()
         assert not torch.equal(after, before)
 
+        optimizer.zero_grad()
         scaler.scale(ddp(small(rank, 3)).square().mean()).backward()
         with ddp.no_sync():
             ddp(small(rank, 4)).square().mean().backward()
