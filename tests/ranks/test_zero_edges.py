@@ -98,6 +98,7 @@ def users_changes(rank: int) -> None:
             parameter.clamp_(-0.01, 0.01)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    optimizer.zero_grad()
     ddp(batch(rank, 9, 8)).square().mean().backward()
     optimizer.step()
     assert flat_parameters(ddp.module).abs().max() <= 0.0101

@@ -44,8 +44,8 @@ _CHANGED = (
 
 _ADDED = (
     "this backward adds to gradients that were already exchanged. Under ZeRO only their owners hold those, so"
-    " the mean would take 1/W of them, where plain DDP takes all: call optimizer.zero_grad() before each step's"
-    " first backward, and wrap all but a step's last backward in ddp.no_sync()"
+    " the mean would take 1/W of them, where plain DDP takes all: call optimizer.zero_grad() before the first"
+    " backward of a step, and wrap all but the last backward of a step in ddp.no_sync()"
 )
 
 
@@ -160,7 +160,7 @@ class Sharder(Strategy):
                 )
 
     def begin_step(self) -> None:
-        """Raise if the steps inside this backward would be wrong: without their state, or before unscaling."""
+        """Raise if steps inside this backward would lack their state, or precede a GradScaler's unscaling."""
         if self.config.interleaved and self.missing is not None:
             raise StateError(self.missing)
         if self.config.interleaved and not self._scalers_checked:
