@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
@@ -74,6 +75,8 @@ def refusals(rank: int, world_size: int) -> None:
     for no_program in ("bf16", thinwire.Exact, None):
         with pytest.raises(thinwire.OptionError, match="is not a program: pass an instance"):
             thinwire.attach(ddp, no_program)  # type: ignore[arg-type]
+    with pytest.raises(thinwire.OptionError, match=r"a communication hook.*: pass thinwire\.FP16\(\)"):
+        thinwire.attach(ddp, fp16_compress_hook)  # type: ignore[arg-type]
     plain = backward(DDP(mlp()), rank, 0)
     wire = thinwire.attach(ddp, thinwire.Exact())  # none of the refusals left a trace
     assert torch.equal(backward(ddp, rank, 0), plain)
