@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import logging
 import threading
 import time
 import weakref
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, changed, flat_gradients, mlp, own
+from thinwire.engine import rendezvous
+from thinwire.engine.process_group import store_of
 
 TINY_BUCKETS = 0.002
 
@@ -195,6 +198,49 @@ def test_either_all_ranks_swap_or_none() -> None:
         assert "after 1 s: rank 1 did not reach it in time" in said
         assert "'swap' timed out on rank" in said
         assert unswapped
+
+
+def attached_late(rank: int, world_size: int) -> list[str]:
+    """Rank 2 attaches only when rank 0 has logged three times that it waits."""
+    rendezvous._PATIENCE = 0.05
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return []
+    store, lines = store_of(dist.distributed_c10d._get_default_group()), []
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        if len(lines) == 3:
+            store.set("logged", "")
+        return False
+
+    logging.getLogger("thinwire").addFilter(note)
+    ddp = DDP(mlp(), process_group=pair)
+    if rank == 2:
+        store.wait(["logged"])
+    thinwire.attach(ddp, thinwire.Exact())
+    return lines
+
+
+def test_a_rank_that_waits_in_attach_logs_the_missing_ranks() -> None:
+    lines, *_ = run_ranks(attached_late, 3)
+    assert len(lines) >= 3
+    assert all("rank 0 is still waiting for rank 2 in attach(), after" in one for one in lines)
+
+
+def test_missing_ranks_are_found_with_few_requests() -> None:
+    store, asked = dist.HashStore(), []
+
+    class Counting:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(len(keys))
+            return store.check(keys)
+
+    keys = [str(number) for number in range(1000)]
+    for number in {*range(1000)} - {3, 500, 999}:
+        store.set(str(number), "")
+    assert rendezvous._missing(Counting(), keys) == [3, 500, 999]  # type: ignore[arg-type]
+    assert len(asked) < 100
 
 
 def drifting(rank: int, world_size: int) -> tuple[int, str]:
