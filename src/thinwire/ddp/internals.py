@@ -6,6 +6,7 @@
 | `Variable._execution_engine` | queues callbacks for the end of backward | 2.6 |
 | `Tensor._version` | whether a gradient was changed in place | 2.6 |
 | `DDP._comm_hooks`, `_use_python_reducer`, `_join_config` | how a model is set up | 2.6 |
+| `DDP._active_ddp_module` | the model whose forward runs | 2.6 |
 | `DDP.parameters_to_ignore` | the tensors that DDP leaves out | 2.6 |
 | `DDP._setup_in_backward_optimizers` | replaced where thinwire runs the optimizers | 2.6 |
 | `DDP._has_rebuilt_buckets`, `Reducer._rebuild_buckets` | the final layout of buckets | 2.6 |
@@ -274,6 +275,14 @@ def replicated(module: torch.nn.Module) -> DistributedDataParallel | None:
     ddp: DistributedDataParallel = private(state, "_ddp")
     _replicated[ddp] = weakref.ref(module)
     return ddp
+
+
+def surrounding_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP model in whose forward a module's forward begins, or None if there is none."""
+    active: DistributedDataParallel | None = private(DistributedDataParallel, "_active_ddp_module")
+    if active is not None and any(module is one for one in active.module.modules()):
+        return active
+    return replicated(module)
 
 
 def wrapped_module(ddp: DistributedDataParallel) -> torch.nn.Module:
