@@ -11,6 +11,7 @@
 | `DDP._setup_in_backward_optimizers` | replaced where thinwire runs the optimizers | 2.6 |
 | `DDP._has_rebuilt_buckets`, `Reducer._rebuild_buckets` | the final layout of buckets | 2.6 |
 | `Reducer._get_zeros_like_grad_buckets` | the present layout of buckets | 2.6 |
+| `DDP._get_ddp_logging_data` | the number of parameters in the buckets | 2.6 |
 | `Reducer._get_local_used_map` | the unused parameters | 2.6 |
 | `DDP.require_manual_backward_finalization` | public, see `finalizes_manually` | 2.15 |
 | `Parameter._fp_param`, `_mp_param`, `_ddp_mp_hook_state`, `_ddp_ignored` | DDP's mixed precision | 2.6 |
@@ -149,6 +150,11 @@ def reduced_parameters(ddp: DistributedDataParallel) -> set[int]:
     """
     buckets = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
     return {id(one) for bucket in buckets for one in bucket.parameters()}
+
+
+def reduced_count(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters in DDP's own list, without making buffers of the buckets' sizes."""
+    return int(private(ddp, "_get_ddp_logging_data")()["num_parameter_tensors"])
 
 
 def use_counts(ddp: DistributedDataParallel) -> list[int]:

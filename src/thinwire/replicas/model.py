@@ -47,6 +47,10 @@ class ReplicaModel:
         module = self._module()
         return {} if module is None else {original_name(name): one for name, one in module.named_parameters()}
 
+    def unreduced(self) -> dict[str, nn.Parameter]:
+        """Return an empty dict: no gradients are exchanged."""
+        return {}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name."""
         return dict(self.parameters())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.ddp.internals import in_backward
+from thinwire.ddp.model import remove_handles
 from thinwire.engine.agreement import agree_on, decline
 from thinwire.engine.futures import at_work, is_at_work
 from thinwire.engine.meter import GRADIENTS
@@ -19,7 +20,7 @@ from thinwire.monitors.replicas import check_replicas, fingerprints, gather_fing
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.naming import described, same_program, short
 from thinwire.programs.program import Programs
-from thinwire.strategies.attached import AttachedReducer
+from thinwire.strategies.attached import AttachedReducer, refuse_unfrozen
 from thinwire.strategies.gradients import configuration_of, given_of
 from thinwire.strategies.schedule import Plan, Stage
 from thinwire.strategies.strategy import Configuration, Context, Strategy
@@ -67,10 +68,16 @@ class Runner:
         self._gathered: torch.futures.Future[torch.Tensor] | None = None
         """All ranks' fingerprints, to be compared after the step's backward."""
         self._forwards: Any = None
+        self._unreduced: dict[str, torch.nn.Parameter] = {}
+        self._handles: list[Any] = []
 
     def start(self) -> None:
         """Start the strategy, and receive the reducer's step events from now on."""
         self.steps.events = self
+        self._unreduced = self.context.model.unreduced()
+        if self._unreduced:
+            self._handles.append(self.context.model.on_forward(self._check_frozen))
+            self.context.model.on_gone(self._unreduced.clear)
         self._start_strategy()
 
     def _start_strategy(self) -> None:
@@ -88,8 +95,19 @@ class Runner:
     def close(self) -> None:
         """Stop at once, and remove all hooks."""
         self.strategy.close()
+        remove_handles(self._handles)
         if self._forwards is not None:
             self._forwards.remove()
+
+    def _check_frozen(self) -> None:
+        """Raise if a parameter trains whose gradient is not exchanged, since ranks would diverge."""
+        if not self.config.trains_locally:
+            refuse_unfrozen(
+                self._unreduced,
+                "its gradient is not exchanged",
+                "unfreeze it before DistributedDataParallel or fully_shard wraps the module, and attach to"
+                " the new model",
+            )
 
     # Events of a step, called by the reducer
 

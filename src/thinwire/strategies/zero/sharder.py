@@ -19,11 +19,11 @@ from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Steps
 from thinwire.engine.pack import pack, real_numbers, unpack
-from thinwire.errors import AttachError, StateError, UnavailableError
+from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program
-from thinwire.strategies.attached import require_ddp
+from thinwire.strategies.attached import refuse_unfrozen, require_ddp
 from thinwire.strategies.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
@@ -66,6 +66,7 @@ class Sharder(Strategy):
         communicator = GroupCommunicator(model.group, context.reducer.communicator.limit)
         communicator.open()
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         self._optimizer = optimizer
         self._rank, self._size = communicator.rank, communicator.size
         sizes = {name: one.numel() for name, one in parameters.items()}  # DDP may reduce frozen ones too
@@ -151,13 +152,12 @@ class Sharder(Strategy):
         self._exchanged.discard(name)
 
     def _check_frozen(self) -> None:
-        for name, parameter in self._every.items():
-            if parameter.requires_grad and name not in self._parameters:
-                raise AttachError(
-                    f"parameter {name!r} was frozen when the wire was attached, so its owner does not share"
-                    " it, and now it trains: wrap the module in a new DistributedDataParallel after"
-                    " unfreezing it, load wire.consolidate_optimizer_state() on every rank, and attach"
-                )
+        refuse_unfrozen(
+            self._frozen,
+            "its owner does not share it",
+            "wrap the module in a new DistributedDataParallel after unfreezing it, load"
+            " wire.consolidate_optimizer_state() on every rank, and attach",
+        )
 
     def begin_step(self) -> None:
         """Raise if steps inside this backward would lack their state, or precede a GradScaler's unscaling."""
