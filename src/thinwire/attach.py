@@ -53,7 +53,7 @@ def attach(
     rules: Rules = (),
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     timeout: timedelta | float | None = None,
-    check_every: int = 0,
+    check_every: int | None = None,
     audit_every: int = 0,
     max_error: float | None = None,
     on_excess: OnExcess = "warn",
@@ -86,9 +86,11 @@ def attach(
             a checkpoint or loads data keeps the others waiting in backward, so choose a limit well above the
             longest such pause. Default: the time limit of the model's process group, 30 minutes with Gloo.
         check_every: Compare a fingerprint of all parameters across ranks every `check_every` steps, and raise
-            `DriftError` with the name of the first that differs. Costs one pass over the parameters and 8
-            bytes per parameter tensor and rank. With averaged models, it counts averages among all ranks
-            instead of steps. 0: never.
+            `DriftError` with the name of the first that differs in any bit. Costs one pass over the
+            parameters and 8 bytes per parameter tensor and rank. With averaged models, it counts averages
+            among all ranks instead of steps. 0: never. None: every 1000 steps in which ranks hold the same
+            model. Differences that rounding explains, as between kinds of processors, are then logged
+            instead. Larger ones raise, such as after a rank has skipped `optimizer.step()` on its own.
         audit_every: Compare the compressed mean with the exact one every `audit_every` steps. An audited step
             also sends the exact mean. `wire.audits()` keeps the errors by parameter. 0: never.
         max_error: The largest relative error that an audit accepts for any parameter. 0.5 is half of the

@@ -31,7 +31,7 @@ class Options:
     rules: Rules
     optimizer: Optimizer | Sequence[Optimizer] | None
     timeout: timedelta | float | None
-    check_every: int
+    check_every: int | None
     audit_every: int
     max_error: float | None
     on_excess: OnExcess
@@ -55,7 +55,8 @@ class Options:
             stage.validate(target)
             target.check_states(stage)
         check_skipping(self.skip_overflows, optimizers, reduces_gradients=model.reduces_gradients)
-        check_whole("check_every", self.check_every, 0, "0 never compares the replicas")
+        if self.check_every is not None:
+            check_whole("check_every", self.check_every, 0, "0 never compares the replicas")
         check_whole("history", self.history, 1, "stats() shows the latest steps")
         check_audit(self.audit_every, self.max_error, self.on_excess)
         if not isinstance(self.on_excess, str):

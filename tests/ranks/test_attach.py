@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import logging
 import threading
 import time
 import weakref
@@ -14,11 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, changed, flat_gradients, mlp, own
+from thinwire.engine import rendezvous
+from thinwire.engine.process_group import store_of
+from thinwire.strategies import runner
 
 TINY_BUCKETS = 0.002
 
@@ -74,6 +79,8 @@ def refusals(rank: int, world_size: int) -> None:
     for no_program in ("bf16", thinwire.Exact, None):
         with pytest.raises(thinwire.OptionError, match="is not a program: pass an instance"):
             thinwire.attach(ddp, no_program)  # type: ignore[arg-type]
+    with pytest.raises(thinwire.OptionError, match=r"a communication hook.*: pass thinwire\.FP16\(\)"):
+        thinwire.attach(ddp, fp16_compress_hook)  # type: ignore[arg-type]
     plain = backward(DDP(mlp()), rank, 0)
     wire = thinwire.attach(ddp, thinwire.Exact())  # none of the refusals left a trace
     assert torch.equal(backward(ddp, rank, 0), plain)
@@ -135,7 +142,7 @@ def mismatch(rank: int, world_size: int, what: str) -> str:
         ("program", "program: Exact() on ranks 0, 2, BF16() on rank 1"),
         ("preset", "program: Exact() on ranks 0, 2, Int8(block=128) on rank 1"),
         ("rules", "option rules: () on ranks 0, 2, (('*bias', Int4()),) on rank 1"),
-        ("option", "option check_every: 0 on ranks 0, 2, 7 on rank 1"),
+        ("option", "option check_every: None on ranks 0, 2, 7 on rank 1"),
         ("name", "parameter renamed.bias: nothing on ranks 0, 2, (24,) torch.float32 on rank 1"),
         (
             "refused",
@@ -194,6 +201,49 @@ def test_either_all_ranks_swap_or_none() -> None:
         assert unswapped
 
 
+def attached_late(rank: int, world_size: int) -> list[str]:
+    """Rank 2 attaches only when rank 0 has logged three times that it waits."""
+    rendezvous._PATIENCE = 0.05
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return []
+    store, lines = store_of(dist.distributed_c10d._get_default_group()), []
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        if len(lines) == 3:
+            store.set("logged", "")
+        return False
+
+    logging.getLogger("thinwire").addFilter(note)
+    ddp = DDP(mlp(), process_group=pair)
+    if rank == 2:
+        store.wait(["logged"])
+    thinwire.attach(ddp, thinwire.Exact())
+    return lines
+
+
+def test_a_rank_that_waits_in_attach_logs_the_missing_ranks() -> None:
+    lines, *_ = run_ranks(attached_late, 3)
+    assert len(lines) >= 3
+    assert all("rank 0 is still waiting for rank 2 in attach(), after" in one for one in lines)
+
+
+def test_missing_ranks_are_found_with_few_requests() -> None:
+    store, asked = dist.HashStore(), []
+
+    class Counting:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(len(keys))
+            return store.check(keys)
+
+    keys = [str(number) for number in range(1000)]
+    for number in {*range(1000)} - {3, 500, 999}:
+        store.set(str(number), "")
+    assert rendezvous._missing(Counting(), keys) == [3, 500, 999]  # type: ignore[arg-type]
+    assert len(asked) < 100
+
+
 def drifting(rank: int, world_size: int) -> tuple[int, str]:
     ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
     thinwire.attach(ddp, thinwire.Exact(), check_every=3)
@@ -212,6 +262,66 @@ def test_a_parameter_that_drifts_by_one_bit_is_named() -> None:
     for step, text in run_ranks(drifting, 3):
         assert step == 6
         assert "at step 6 parameter '2.weight' on rank 1 differs from that on rank 0 (1 of 12" in text
+
+
+def stepping(rank: int, world_size: int, skipping_rank: int | None) -> list[tuple[int, str]]:
+    """By default replicas are compared; steps that all ranks skip alike change nothing."""
+    runner._CHECK_EVERY = 5
+    ends = []
+    for program in (thinwire.Int8(), thinwire.Exact(), thinwire.PowerSGD(rank=2, min_compression=1)):
+        ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        wire = thinwire.attach(ddp, program, scaler=scaler)
+        end = (0, "no error")
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step)).square().mean() * (torch.inf if step == 2 and rank == 1 else 1.0)
+            try:
+                scaler.scale(loss).backward()
+            except thinwire.DriftError as error:
+                end = (wire.step, str(error))
+                break
+            if not (rank == skipping_rank and step == 7):
+                scaler.step(optimizer)
+                scaler.update()
+        ends.append(end)
+    return ends
+
+
+@pytest.mark.parametrize("skipping_rank", [None, 1])
+def test_a_rank_that_skips_its_optimizer_step_alone_raises_by_default(skipping_rank: int | None) -> None:
+    for ends in run_ranks(stepping, 3, skipping_rank):
+        for step, text in ends:
+            if skipping_rank is None:
+                assert text == "no error"
+            else:
+                assert step == 10
+                assert "on rank 1 differs from that on rank 0" in text
+                assert "a skipped step" in text
+
+
+def rounding(rank: int, world_size: int) -> list[str]:
+    """One unit in the last place, as another kind of processor would make of it."""
+    runner._CHECK_EVERY = 4
+    lines: list[str] = []
+    logging.getLogger("thinwire").addFilter(lambda record: bool(lines.append(record.getMessage())))
+    ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
+    wire = thinwire.attach(ddp, thinwire.Exact())
+    for step in range(6):
+        if rank == 1 and step == 1:
+            with torch.no_grad():
+                ddp.module[2].bias.copy_(torch.nextafter(ddp.module[2].bias, torch.tensor(torch.inf)))
+        backward(ddp, rank, step)
+    assert wire.step == wire.stats().steps == 6
+    return lines
+
+
+def test_replicas_that_rounding_has_moved_apart_are_logged_by_default() -> None:
+    for lines in run_ranks(rounding, 2):
+        (line,) = lines
+        assert "parameter '2.bias' on rank 1 differs" in line
+        assert "Rounding explains the difference" in line
 
 
 def states(rank: int, world_size: int) -> None:

@@ -118,3 +118,46 @@ def frozen(rank: int, world_size: int) -> None:
 
 def test_frozen_and_ignored_parameters() -> None:
     run_ranks(frozen, 2)
+
+
+def unfrozen(rank: int, world_size: int) -> None:
+    for program in (thinwire.Exact(), thinwire.Int8(), thinwire.Schedule({0: thinwire.BF16()}), "auto"):
+        for unfrozen_before_attach in (False, True):
+            model = mlp()
+            model[0].weight.requires_grad_(False)
+            ddp = DDP(model, bucket_cap_mb=TINY_BUCKETS)
+            model[0].weight.requires_grad_(unfrozen_before_attach)
+            thinwire.attach(ddp, program)  # type: ignore[arg-type]
+            if not unfrozen_before_attach:
+                ddp(batch(rank, 0)).square().mean().backward()
+            model[0].weight.requires_grad_(True)
+            with torch.no_grad():
+                ddp(batch(rank, 1))
+            with pytest.raises(thinwire.AttachError, match=r"'0\.weight' was frozen.*not exchanged.*now it"):
+                ddp(batch(rank, 1))
+            model[0].weight.requires_grad_(False)
+            ddp(batch(rank, 1)).square().mean().backward()
+
+
+def test_a_parameter_that_ddp_does_not_average_raises_when_it_is_unfrozen() -> None:
+    run_ranks(unfrozen, 2)
+
+
+def frozen_for_a_while(rank: int, world_size: int) -> None:
+    """DDP averages what was frozen after it was made, so unfreezing that again is right."""
+    models = [mlp(), mlp()]
+    ddps = [DDP(one, bucket_cap_mb=TINY_BUCKETS, find_unused_parameters=True) for one in models]
+    for one in models:
+        one[0].requires_grad_(False)
+    wire = thinwire.attach(ddps[1], thinwire.Exact())
+    for trains in (False, True):
+        for model, ddp in zip(models, ddps, strict=True):
+            model[0].requires_grad_(trains)
+            ddp.zero_grad()
+            ddp(batch(rank, 0)).square().mean().backward()
+        assert torch.equal(*(flat_gradients(one) for one in models))
+    assert not wire._runner._unreduced
+
+
+def test_a_parameter_that_was_frozen_after_ddp_was_made_may_be_unfrozen() -> None:
+    run_ranks(frozen_for_a_while, 2)

@@ -14,6 +14,7 @@ from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import DiLoCo, Exact, Int8, LocalSGD, OptionError, UnavailableError, WireError
 from thinwire.fsdp.reduce_scatter import CompressedReduceScatter
+from thinwire.strategies import runner
 
 WIDTH = 9
 """Odd, so that two shards of a layer differ in size, and FSDP pads one of them."""
@@ -89,6 +90,32 @@ def test_replicas_train_as_with_hybrid_sharding() -> None:
         torch.testing.assert_close(int8[0], native[0], rtol=0.05, atol=0.03)
         for other in results[1:]:
             assert torch.equal(other[number][2][0], int8[0]), "no rank drifts"
+
+
+def one_skips(rank: int, world_size: int) -> str:
+    """The other shards of both replicas hear of it too."""
+    runner._CHECK_EVERY = 4
+    mesh = site_mesh()
+    model = sharded(mesh["shard"])
+    wire = thinwire.attach(model, Int8(), replicas=mesh["replicate"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        optimizer.zero_grad()
+        try:
+            loss(model, rank, step).backward()
+        except thinwire.ThinwireError as error:
+            return f"{wire.step} {type(error).__name__}: {error}"
+        if not (rank == 3 and step == 2):
+            optimizer.step()
+    return "no error"
+
+
+def test_a_rank_that_skips_its_optimizer_step_alone_ends_all_shards() -> None:
+    texts = run_ranks(one_skips, 4)
+    assert all(text.startswith("4 ") for text in texts)
+    for rank in (1, 3):  # the two that hold the same shard
+        assert "DriftError" in texts[rank]
+        assert "on rank 1 differs from that on rank 0" in texts[rank]  # of the replicas
 
 
 def sends(rank: int, world_size: int) -> list[float]:

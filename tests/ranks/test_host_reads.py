@@ -110,9 +110,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "audit": (thinwire.Int8, {"audit_every": 1}, 2),  # and the figures, in one piece
     "check_every": (thinwire.Int8, {"check_every": 1}, 2),  # and the fingerprints, in one piece
     "all of them": (thinwire.Int8, {"check_every": 1, "audit_every": 1, "scaled": True}, 3),
-    "ZeRO": (thinwire.ZeRO, {"optimizer": True}, 1),
-    "ZeRO of Int8": (lambda: thinwire.ZeRO(thinwire.Int8()), {"optimizer": True}, 1),
-    "ZeRO, scaled": (lambda: thinwire.ZeRO(thinwire.Int8()), {"optimizer": True, "scaled": True}, 1),
+    # The second is of a tensor that the host has made of the first.
+    "ZeRO": (thinwire.ZeRO, {"optimizer": True}, 2),
+    "ZeRO of Int8": (lambda: thinwire.ZeRO(thinwire.Int8()), {"optimizer": True}, 2),
+    "ZeRO, scaled": (lambda: thinwire.ZeRO(thinwire.Int8()), {"optimizer": True, "scaled": True}, 2),
     "ZeRO, interleaved": (lambda: thinwire.ZeRO(interleaved=True), {"optimizer": True}, 1),
     "DiLoCo": (lambda: thinwire.DiLoCo(2, program=thinwire.Int4()), {"optimizer": True}, 1),
     "DiLoCo, warm": (lambda: thinwire.DiLoCo(2, warmup_steps=99), {"optimizer": True}, 1),

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
@@ -117,3 +119,32 @@ def test_what_a_module_alone_cannot_do_is_refused() -> None:
         ]
         assert "DistributedDataParallel" in errors[0]
         assert "mesh['replicate']" in errors[3]
+
+
+def wrapped_later(rank: int, world_size: int) -> None:
+    model, optimizer, wire = job(rank, DiLoCo(4))
+    train(rank, model, optimizer, range(2))
+    ddp = DDP(model)
+    with torch.no_grad():
+        ddp(batch(rank, 0, 8))
+    with pytest.raises(thinwire.AttachError, match=r"inside DistributedDataParallel.* then call attach\(ddp"):
+        ddp(batch(rank, 0, 8))
+    del ddp
+    train(rank, model, optimizer, range(2, 4))  # it still trains without DDP
+    assert wire.step == 4
+
+    model, optimizer, _ = job(rank, DiLoCo(4))
+    with pytest.raises(thinwire.AttachError, match="inside DistributedDataParallel"):
+        DDP(torch.nn.Sequential(model, torch.nn.Linear(8, 8)))(batch(rank, 0, 8))  # part of another model
+    model, optimizer, _ = job(rank, DiLoCo(4))
+    replicate(model)
+    with pytest.raises(thinwire.AttachError, match="inside DistributedDataParallel"):
+        model(batch(rank, 0, 8))
+
+    model, optimizer, _ = job(rank, DiLoCo(4))
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    train(rank, DDP(model, process_group=alone), optimizer)  # each replica on ranks of its own
+
+
+def test_a_replica_that_ddp_averages_in_every_step_raises() -> None:
+    run_ranks(wrapped_later, 2)

@@ -98,6 +98,7 @@ def users_changes(rank: int) -> None:
             parameter.clamp_(-0.01, 0.01)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    optimizer.zero_grad()
     ddp(batch(rank, 9, 8)).square().mean().backward()
     optimizer.step()
     assert flat_parameters(ddp.module).abs().max() <= 0.0101
@@ -176,6 +177,7 @@ def micro_batches_after_a_skipped_step(rank: int) -> None:
         assert after.isfinite().all()
         assert not torch.equal(after, before)
 
+        optimizer.zero_grad()
         scaler.scale(ddp(small(rank, 3)).square().mean()).backward()
         with ddp.no_sync():
             ddp(small(rank, 4)).square().mean().backward()

@@ -195,6 +195,69 @@ def saved_on_one_rank(rank: int) -> None:
     assert "thinwire_owned" not in other.param_groups[0]
 
 
+def gradients_kept_over_a_step(rank: int, world_size: int) -> None:
+    """All ranks raise before any has stepped, also one that owns nothing; then the wire still works."""
+    for program in (ZeRO(), ZeRO(thinwire.Int8())):
+        for views in (False, True):
+            ddp = DDP(nn.Linear(4, 4), gradient_as_bucket_view=views)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            wire = thinwire.attach(ddp, program, optimizer=optimizer)
+            ddp(batch(rank, 0, 4)).square().mean().backward()
+            optimizer.step()
+            before = flat_parameters(ddp.module)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"already exchanged.*call optimizer\.zero_grad\(\)"):
+                    ddp(batch(rank, 1, 4)).square().mean().backward()
+            with ddp.no_sync():
+                ddp(batch(rank, 1, 4)).square().mean().backward()
+            with pytest.raises(RuntimeError, match="already exchanged"):
+                ddp(batch(rank, 2, 4)).square().mean().backward()
+            assert torch.equal(flat_parameters(ddp.module), before)
+            assert wire.step == 1
+            optimizer.zero_grad()
+            ddp(batch(rank, 1, 4)).square().mean().backward()
+            optimizer.step()
+            assert wire.step == 2
+
+
+def test_gradients_that_are_kept_over_a_step_raise_on_all_ranks() -> None:
+    assert run_ranks(gradients_kept_over_a_step, 3) == [None] * 3
+
+
+def micro_batches(rank: int, zero: bool, set_to_none: bool, after_forward: bool, views: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    ddp = DDP(mlp(width=8, layers=3), gradient_as_bucket_view=views)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    if zero:
+        thinwire.attach(ddp, ZeRO(), optimizer=optimizer)
+    for step in range(4):
+        with ddp.no_sync():
+            for micro in range(2):
+                if micro == 0 and not after_forward:
+                    optimizer.zero_grad(set_to_none)
+                loss = ddp(batch(rank, 3 * step + micro, 8)).square().mean()
+                if micro == 0 and after_forward:
+                    optimizer.zero_grad(set_to_none)
+                loss.backward()
+        ddp(batch(rank, 3 * step + 2, 8)).square().mean().backward()
+        if step != 1:  # the loop leaves a step out, as after a bad loss
+            optimizer.step()
+    return flat_parameters(ddp.module)
+
+
+def accumulation(rank: int, world_size: int) -> None:
+    for views in (False, True):
+        for set_to_none in (False, True):
+            for after_forward in (False, True):
+                ways = set_to_none, after_forward, views
+                plain, sharded = (micro_batches(rank, zero, *ways) for zero in (False, True))
+                assert torch.allclose(plain, sharded, atol=1e-7), ways
+
+
+def test_micro_batches_under_zero_have_the_numbers_of_plain_ddp() -> None:
+    assert run_ranks(accumulation, 2) == [None] * 2
+
+
 def guards(rank: int, world_size: int) -> None:
     for check in (unscaled_gradients, other_changes, parts_of_optimizers, saved_on_one_rank, unfrozen):
         check(rank)

@@ -7,9 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook  # noqa: F401 - loads it
 
 import thinwire
+import thinwire.ddp_comm_hooks.post_localSGD_hook
 from thinwire import BF16, FP16, AllReduce, Bucket, Exact, Memory, OptionError, Outcome, Program, Steps
+from thinwire import ddp_comm_hooks as own_hooks
 from thinwire.engine.agreement import Described, shown
 from thinwire.engine.simulate import simulate
 from thinwire.programs.naming import describe, short
@@ -127,6 +131,38 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
 def test_what_makes_a_program_is_refused_at_once(maker: Any, give: Any) -> None:
     with pytest.raises(OptionError, match=rf"pass an instance by calling it, {maker.__name__}\(\)"):
         give(maker)
+
+
+def own_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("room", [torch_hooks, own_hooks], ids=["torch", "thinwire"])
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (lambda room: room.default_hooks.allreduce_hook, r"pass thinwire\.Exact\(\), or register the hook"),
+        (
+            lambda room: room.default_hooks.fp16_compress_hook,
+            r"pass thinwire\.FP16\(\), .*thinwire\.ddp_comm_hooks\.default_hooks\.fp16_compress_hook\)",
+        ),
+        (lambda room: room.default_hooks.bf16_compress_hook, r"pass thinwire\.BF16\(\)"),
+        (lambda room: room.powerSGD_hook.powerSGD_hook, r"pass thinwire\.PowerSGD\(rank=4\)"),
+        (
+            lambda room: functools.partial(room.powerSGD_hook.batched_powerSGD_hook, None),
+            r"pass thinwire\.PowerSGD\(rank=4, flatten=True\)",
+        ),
+        (lambda room: room.quantization_hooks.quantization_perchannel_hook, r"pass thinwire\.Int8\(\)"),
+        (lambda room: room.post_localSGD_hook.post_localSGD_hook, r"pass thinwire\.LocalSGD\(period=8\)"),
+        (lambda room: room.default_hooks.fp16_compress_wrapper(own_hook), "is a communication hook"),
+        (lambda room: room.debugging_hooks.noop_hook, "noop_hook is a communication hook"),
+        (lambda room: room.DDPCommHookType.BF16_COMPRESS, r"pass thinwire\.BF16\(\)"),
+        (lambda room: own_hook, r"own_hook is a communication hook.*register_comm_hook\(state, own_hook\)"),
+    ],
+)
+def test_a_communication_hook_is_refused_with_its_replacement(room: Any, hook: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        require_program(hook(room))
 
 
 def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:

@@ -6,10 +6,12 @@
 | `Variable._execution_engine` | queues callbacks for the end of backward | 2.6 |
 | `Tensor._version` | whether a gradient was changed in place | 2.6 |
 | `DDP._comm_hooks`, `_use_python_reducer`, `_join_config` | how a model is set up | 2.6 |
+| `DDP._active_ddp_module` | the model whose forward runs | 2.6 |
 | `DDP.parameters_to_ignore` | the tensors that DDP leaves out | 2.6 |
 | `DDP._setup_in_backward_optimizers` | replaced where thinwire runs the optimizers | 2.6 |
 | `DDP._has_rebuilt_buckets`, `Reducer._rebuild_buckets` | the final layout of buckets | 2.6 |
 | `Reducer._get_zeros_like_grad_buckets` | the present layout of buckets | 2.6 |
+| `DDP._get_ddp_logging_data` | the number of parameters in the buckets | 2.6 |
 | `Reducer._get_local_used_map` | the unused parameters | 2.6 |
 | `DDP.require_manual_backward_finalization` | public, see `finalizes_manually` | 2.15 |
 | `Parameter._fp_param`, `_mp_param`, `_ddp_mp_hook_state`, `_ddp_ignored` | DDP's mixed precision | 2.6 |
@@ -150,6 +152,11 @@ def reduced_parameters(ddp: DistributedDataParallel) -> set[int]:
     return {id(one) for bucket in buckets for one in bucket.parameters()}
 
 
+def reduced_count(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters in DDP's own list, without making buffers of the buckets' sizes."""
+    return int(private(ddp, "_get_ddp_logging_data")()["num_parameter_tensors"])
+
+
 def use_counts(ddp: DistributedDataParallel) -> list[int]:
     """Return how many ranks used each trained parameter in the last backward, in DDP's own order.
 
@@ -274,6 +281,14 @@ def replicated(module: torch.nn.Module) -> DistributedDataParallel | None:
     ddp: DistributedDataParallel = private(state, "_ddp")
     _replicated[ddp] = weakref.ref(module)
     return ddp
+
+
+def surrounding_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP model in whose forward a module's forward begins, or None if there is none."""
+    active: DistributedDataParallel | None = private(DistributedDataParallel, "_active_ddp_module")
+    if active is not None and any(module is one for one in active.module.modules()):
+        return active
+    return replicated(module)
 
 
 def wrapped_module(ddp: DistributedDataParallel) -> torch.nn.Module:

@@ -56,6 +56,15 @@ class Model:
         ddp = self._ddp()
         return {} if ddp is None else parameters_of(ddp)
 
+    def unreduced(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that DDP does not average, because they were frozen when it was made."""
+        ddp, parameters = self.ddp(), self.parameters()
+        trained = sum(one.requires_grad for one in parameters.values())
+        if trained == len(parameters) == internals.reduced_count(ddp):
+            return {}
+        members = internals.reduced_parameters(ddp)
+        return {name: one for name, one in parameters.items() if id(one) not in members}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name. Every rank holds all of each parameter."""
         return dict(self.parameters())

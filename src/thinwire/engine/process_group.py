@@ -142,6 +142,13 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return _store(group)
 
 
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a group's members in the whole job; their ranks in the group if it is unknown."""
+    if group not in _world().pg_group_ranks:  # a group that torch.distributed did not make, as torchft's
+        return list(range(group.size()))
+    return dist.get_process_group_ranks(group)
+
+
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Return the time limit of this group's collectives."""
     device = private(group, "_device_types")[0]

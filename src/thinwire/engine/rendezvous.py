@@ -4,22 +4,27 @@ No collectives are used, so none can be mismatched. If a rank is missing, an err
 the other ranks would only wait.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from thinwire.engine.process_group import store_of, time_limit
+from thinwire.engine.process_group import global_ranks, store_of, time_limit
 from thinwire.errors import WireError
+
+logger = logging.getLogger("thinwire")
 
 Answer = TypeVar("Answer")
 
 _FIRST_POLL, _LAST_POLL = 0.002, 0.1
 _AT_LEAST = timedelta(seconds=3)
 """The minimum time for an answer of the store near the end of a wait, unless the limit is lower."""
+_PATIENCE = 30.0
+"""Seconds after which a wait is logged. The second and later lines follow after twice the time before."""
 _MET = "met"
 
 
@@ -38,6 +43,7 @@ class Meeting:
         self.store = store or store_of(group)
         self.rank = group.rank()
         self.size = group.size()
+        self._global = global_ranks(group)
         self._limit = limit or time_limit(group)
         self._stuck: threading.Thread | None = None
         self._reported = False
@@ -61,7 +67,7 @@ class Meeting:
         """
         occasion = self.post(topic, text)
         keys = self._keys(topic, occasion)
-        absent = self._await(keys, limit)
+        absent = self._await(keys, limit, topic)
         verdict = f"thinwire/{topic}/{occasion}/verdict"
         wanted = ranks_text(absent) if absent else _MET
         agreed = self.ask(lambda store: store.compare_set(verdict, "", wanted).decode())
@@ -101,19 +107,44 @@ class Meeting:
         present = [rank for rank in range(self.size) if rank not in absent]
         return self.ask(lambda store: {rank: store.get(keys[rank]).decode() for rank in present}, limit)
 
-    def _await(self, keys: list[str], limit: timedelta) -> list[int]:
-        """Wait for all keys, and return the indices of those still missing at the end."""
-        deadline = time.monotonic() + limit.total_seconds()
+    def _await(self, keys: list[str], limit: timedelta, topic: str | None = None) -> list[int]:
+        """Wait for all keys, and return the indices of those still missing at the end.
+
+        Args:
+            keys: One key per rank.
+            limit: How long to wait.
+            topic: The call that ranks wait in. A long wait is logged under this name, or not at all.
+        """
+        begun = time.monotonic()
+        deadline, patience = begun + limit.total_seconds(), _PATIENCE
         poll, least = _FIRST_POLL, min(_AT_LEAST, limit)
         while True:
-            left = timedelta(seconds=deadline - time.monotonic())
+            now = time.monotonic()
+            left = timedelta(seconds=deadline - now)
             if self.ask(lambda store: store.check(keys), max(left, least)):
                 return []
             if left < timedelta(0):
-                found = self.ask(lambda store: [store.check([key]) for key in keys], least)
-                return [index for index, there in enumerate(found) if not there]
+                return self.ask(lambda store: _missing(store, keys), least)
+            if topic is not None and now - begun >= patience:
+                absent = self.ask(lambda store: _missing(store, keys), max(left, least))
+                if absent:
+                    self._log_wait(topic, absent, now - begun, limit)
+                patience *= 2
             time.sleep(poll)
             poll = min(2 * poll, _LAST_POLL)
+
+    def _log_wait(self, topic: str, absent: Sequence[int], waited: float, limit: timedelta) -> None:
+        """Log a long wait, because a rank that never makes a call looks like a hang to the others."""
+        names = ranks_text([self._global[rank] for rank in absent])
+        logger.warning(
+            "rank %d is still waiting for %s in %s, after %.0f s of at most %g s: every rank of the group"
+            " must make this call; check the logs of the missing ones",
+            self._global[self.rank],
+            names,
+            f"{topic}()" if topic.isidentifier() else repr(topic),
+            waited,
+            limit.total_seconds(),
+        )
 
     def ask(self, question: Callable[[dist.Store], Answer], limit: timedelta | None = None) -> Answer:
         """Return the store's answer; raise WireError if the store is gone or does not answer in time."""
@@ -158,6 +189,19 @@ class Meeting:
             " hosts it, often rank 0, has died, is frozen or cannot be reached: check its logs, and restart"
             " the job from its last checkpoint"
         )
+
+
+def _missing(store: dist.Store, keys: Sequence[str], start: int = 0) -> list[int]:
+    """Return the indices of keys that are missing, with few requests if only a few are.
+
+    A request for each key on each of W ranks would be millions where there are thousands of ranks.
+    """
+    if not keys or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return [start]
+    half = len(keys) // 2
+    return _missing(store, keys[:half], start) + _missing(store, keys[half:], start + half)
 
 
 def ranks_text(ranks: list[int]) -> str:

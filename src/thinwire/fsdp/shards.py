@@ -10,6 +10,7 @@ from thinwire.ddp.connection import Connection
 from thinwire.ddp.step import StepOwner
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, AllReduce, Steps
+from thinwire.engine.runs import anew
 from thinwire.errors import ThinwireError
 
 
@@ -58,7 +59,7 @@ class Shards:
         """Report a failure of this rank's wire to the other shards, which would wait for this one."""
         if self._engine is not None:
             with contextlib.suppress(ThinwireError):
-                self._engine.fail(error)
+                self._engine.fail(anew(error))  # the caller raises `error`, whose frames refer to the model
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,6 +1,9 @@
 """Comparison of replicas: a check that all ranks hold the same parameters, bit by bit."""
 
+import functools
+import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -9,24 +12,60 @@ from thinwire.engine.pack import real_numbers
 from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import DriftError
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+_WORD = 4
+"""Bytes of a word. With words as wide as the sum, two changed top bits would cancel."""
+_ROW = 1 << 14
+"""Words of a row. A row and its products fit a core's cache, which makes this several times faster."""
+_ROWS_AT_ONCE = 64
+_SAMPLE = 64
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit number that changes with any single changed bit, and with the order of elements.
 
-    It is the sum of all words modulo 2^64, each times an odd number that depends on its place.
+    It is the sum of all words modulo 2^64, each times an odd number that depends on its place in its row,
+    and each row times one that depends on the row's place.
     """
-    real = real_numbers(tensor.contiguous())
-    words = real.reshape(-1).view(_WORDS[real.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
-        total += (chunk * (2 * (places * _ODD) + 1)).sum()
-    return total
+    words = _words(tensor)
+    factors = _factors(_ROW, words.device)
+    at_once = 1 if words.device.type == "cpu" else _ROWS_AT_ONCE
+    whole = words.numel() // _ROW
+    sums = [
+        words[start * _ROW : min(start + at_once, whole) * _ROW].view(-1, _ROW).long().mul_(factors).sum(1)
+        for start in range(0, whole, at_once)
+    ]
+    rest = words[whole * _ROW :]
+    last = rest.long().mul_(factors[: rest.numel()]).sum()
+    if not sums:
+        return last
+    rows = torch.cat([*sums, last.reshape(1)])
+    return (rows * _factors(rows.numel(), rows.device)).sum()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as 32-bit numbers, in its own memory where that is aligned, padded by zeros."""
+    real = real_numbers(tensor.detach().contiguous()).reshape(-1)
+    missing = -real.nbytes % _WORD
+    if missing or real.storage_offset() * real.element_size() % _WORD:
+        padded = real.new_zeros((real.nbytes + missing) // real.element_size())
+        padded[: real.numel()] = real
+        real = padded
+    return real.view(torch.int32)
+
+
+@functools.cache
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers by place, the first of which is 1.
+
+    They look random (SplitMix64's finaliser), because with evenly spaced ones some changes in several places
+    would cancel.
+    """
+    mixed = torch.arange(count, dtype=torch.int64, device=device) * _GOLDEN
+    for shift, factor in _MIX:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return mixed | 1
 
 
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -35,7 +74,7 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def gather_fingerprints(own: torch.Tensor, active: bool) -> Steps[torch.Tensor]:
-    """Gather all ranks' fingerprints, without a read by the host, for `check_replicas` after backward.
+    """Gather all ranks' fingerprints, without a read by the host, for `find_drift` after backward.
 
     Args:
         own: This rank's fingerprints.
@@ -49,31 +88,65 @@ def gather_fingerprints(own: torch.Tensor, active: bool) -> Steps[torch.Tensor]:
     return gathered
 
 
-def check_replicas(names: Sequence[str], gathered: torch.Tensor, step: int) -> None:
+class Drift(NamedTuple):
+    """Replicas that differ, as all ranks see it."""
+
+    error: DriftError
+    """The first parameter that differs, and the ranks on which it does."""
+    smallest: int
+    """The index of the smallest parameter that differs."""
+
+
+def find_drift(names: Sequence[str], sizes: Sequence[int], gathered: torch.Tensor, step: int) -> Drift | None:
     """Compare all ranks' fingerprints. The host waits for them.
 
     Args:
         names: The parameters' names.
+        sizes: The numbers of elements of the parameters.
         gathered: The result of `gather_fingerprints`.
         step: The step, for the error.
 
-    Raises:
-        DriftError: A parameter differs between ranks. Raised on every rank, with the name of the first that
-            differs.
+    Returns:
+        The differences, the same on every rank, or None if there are none.
     """
     rows = {rank: row[1:] for rank, row in enumerate(gathered.tolist()) if row[0]}  # the only read
     first, reference = next(iter(rows.items()))
     if all(row == reference for row in rows.values()):
-        return
+        return None
     differs = [len(set(column)) > 1 for column in zip(*rows.values(), strict=True)]
     place = differs.index(True)
     drifted = [rank for rank, row in rows.items() if row[place] != reference[place]]
-    raise DriftError(
+    error = DriftError(
         f"at step {step} parameter {names[place]!r} on {ranks_text(drifted)} differs from that on rank"
         f" {first} ({sum(differs)} of {len(names)} parameters differ): parameters were"
         " updated on some ranks only (by an optimizer's state, a skipped step, an in-place edit). Fix"
         " that, and resume from the last checkpoint that passed the check"
     )
+    return Drift(error, min((size, index) for index, size in enumerate(sizes) if differs[index])[1])
+
+
+def sample_of(tensor: torch.Tensor) -> list[float]:
+    """Return a few numbers of a tensor, evenly spaced, for `only_rounded`."""
+    numbers = real_numbers(tensor.detach()).reshape(-1)
+    places = torch.linspace(0, numbers.numel() - 1, min(_SAMPLE, numbers.numel()), device=numbers.device)
+    sample: list[float] = numbers[places.long()].tolist()
+    return sample
+
+
+def only_rounded(samples: Sequence[Sequence[float]], dtype: torch.dtype, steps: int) -> bool:
+    """Return whether rounding explains how far replicas have drifted apart.
+
+    torch's optimizers round differently on different kinds of processors. In every step, a number changes by
+    about one unit in its last place then, as in a random walk.
+
+    Args:
+        samples: Numbers of the same parameter from the ranks to compare.
+        dtype: The parameter's dtype.
+        steps: The number of steps that the replicas have taken.
+    """
+    rows = torch.tensor([list(sample) for sample in samples], dtype=torch.float64, device="cpu")
+    limit = 8 * torch.finfo(dtype).eps * math.sqrt(steps)
+    return bool(((rows - rows[0]).norm(dim=1) <= limit * rows[0].norm()).all())
 
 
 def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int) -> Steps[torch.Tensor]:
@@ -90,5 +163,7 @@ def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int) -> Step
     Raises:
         DriftError: A parameter differs between ranks.
     """
-    check_replicas(names, (yield from gather_fingerprints(own, active=True)), step)
+    drift = find_drift(names, [1] * len(names), (yield from gather_fingerprints(own, active=True)), step)
+    if drift is not None:
+        raise drift.error
     return own

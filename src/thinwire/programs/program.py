@@ -21,6 +21,7 @@ from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import short
+from thinwire.programs.torch_hooks import refuse_hook
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +161,9 @@ def require_program(program: object, option: str = "program") -> None:
 
     Raises:
         OptionError: It is not callable with (bucket, memory), such as a codec, a class, or a preset that was
-            not called.
+            not called; or it is a communication hook of DDP.
     """
+    refuse_hook(program, option)
     if not callable(program):
         raise OptionError(
             f"{option}={program!r} is not a program: pass an instance, such as thinwire.Int8(); codecs become"

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.ddp.internals import surrounding_ddp
 from thinwire.engine.ops import AllReduce
+from thinwire.engine.process_group import global_ranks
 from thinwire.errors import AttachError
 from thinwire.programs.names import original_name
 
@@ -45,6 +47,10 @@ class ReplicaModel:
         module = self._module()
         return {} if module is None else {original_name(name): one for name, one in module.named_parameters()}
 
+    def unreduced(self) -> dict[str, nn.Parameter]:
+        """Return an empty dict: no gradients are exchanged."""
+        return {}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name."""
         return dict(self.parameters())
@@ -75,11 +81,29 @@ class ReplicaModel:
 
     def _on_forward(self, hook: Callable[[], None], *, prepend: bool) -> Any:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def forward(module: object, inputs: object) -> None:
+        def forward(module: nn.Module, inputs: object) -> None:
             if torch.is_grad_enabled():
+                self._check_no_ddp(module)
                 hook()
 
         return self.module().register_forward_pre_hook(forward, prepend=prepend)
+
+    def _check_no_ddp(self, module: nn.Module) -> None:
+        """Raise AttachError if DDP averages the gradients of these replicas in every step.
+
+        Replicas would not train on their own, and the wire would not count DDP's bytes. A DDP model over
+        other ranks, such as those of one node, makes them one replica together, which is right.
+        """
+        ddp = surrounding_ddp(module)
+        if ddp is None:
+            return
+        shared = {*global_ranks(ddp.process_group)} & {*global_ranks(self.group)}
+        if len(shared) > 1:
+            raise AttachError(
+                "this module was attached without DDP, so that each rank trains its own replica, and now runs"
+                f" inside DistributedDataParallel, which averages gradients over ranks {sorted(shared)} in"
+                " every step: use the module without DDP, or wrap it first, and then call attach(ddp, ...)"
+            )
 
     def on_gone(self, action: Callable[..., Any], *args: Any) -> Any:
         """Call `action` when the module is collected. It must not refer to the module."""

@@ -4,7 +4,8 @@ DDP models (`ddp/`), modules that each rank trains on its own (`replicas/`) and 
 implement it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,9 @@ from thinwire.ddp.regroup import Regroup
 from thinwire.ddp.step import StepOwner, SteppedModel
 from thinwire.engine.engine import Engine
 from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.errors import OptionError
+from thinwire.errors import AttachError, OptionError
+
+_trains = attrgetter("requires_grad")
 
 
 class AttachedModel(SteppedModel, Protocol):
@@ -48,6 +51,9 @@ class AttachedModel(SteppedModel, Protocol):
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by name, as optimizers hold them; an empty dict if the model is gone."""
+
+    def unreduced(self) -> dict[str, torch.nn.Parameter]:
+        """Return the frozen parameters whose gradients would not be exchanged if they trained, by name."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of each parameter by name, sharing its memory."""
@@ -88,6 +94,21 @@ class AttachedReducer(Protocol):
 
     def settled(self, committed: bool) -> None:
         """React to a settled backward pass."""
+
+
+def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> None:
+    """Raise AttachError if one of these parameters trains now, without a read of the device.
+
+    Args:
+        frozen: The parameters that must stay frozen, by name.
+        so: What follows from a frozen parameter, for the error.
+        fix: The way to train it, for the error.
+    """
+    if any(map(_trains, frozen.values())):  # in every forward, so without a loop in Python
+        name = next(name for name, one in frozen.items() if one.requires_grad)
+        raise AttachError(
+            f"parameter {name!r} was frozen when the wire was attached, so {so}, and now it trains: {fix}"
+        )
 
 
 def require_ddp(model: AttachedModel, what: object) -> Model:

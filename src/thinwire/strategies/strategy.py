@@ -166,7 +166,7 @@ class Context:
         memory: The tensors that programs keep between steps, by parameter name.
         rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges.
-        check_every: Steps between two comparisons of replicas, or 0 for none.
+        check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
         scaler: The GradScaler given to `attach`.
     """
@@ -175,7 +175,7 @@ class Context:
     memory: "Memory"
     rules: Rules
     auditor: "Auditor"
-    check_every: int
+    check_every: int | None
     optimizers: Callable[[], list[Optimizer]]
     scaler: ScalerOption
 

@@ -15,6 +15,7 @@ from thinwire.monitors.replicas import compare_replicas, fingerprints
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
+from thinwire.strategies.attached import refuse_unfrozen
 from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenly
 from thinwire.strategies.averaging.exchange import ModelExchange, check_finite
 from thinwire.strategies.averaging.in_flight import InFlight, keep, kept
@@ -243,12 +244,11 @@ class Averager(Strategy):
 
     def begin(self) -> None:
         """Take anchors in the first forward after the warm-up, while ranks hold the same parameters."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise AttachError(
-                    f"parameter {name!r} was frozen when the wire was attached, so it is not averaged, and"
-                    " now it trains: call wire.swap(wire.program) after unfreezing it, on every rank"
-                )
+        refuse_unfrozen(
+            self._frozen,
+            "it is not averaged",
+            "call wire.swap(wire.program) after unfreezing it, on every rank",
+        )
         if self._anchors is None and self.config.outer_loop is not None and not self.warm:
             self._anchors = self._new_anchors()
 

@@ -19,11 +19,11 @@ from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Steps
 from thinwire.engine.pack import pack, real_numbers, unpack
-from thinwire.errors import AttachError, StateError, UnavailableError
+from thinwire.errors import StateError, UnavailableError
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program
-from thinwire.strategies.attached import require_ddp
+from thinwire.strategies.attached import refuse_unfrozen, require_ddp
 from thinwire.strategies.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
@@ -40,6 +40,12 @@ _CHANGED = (
     " own parameters only, so torch.nn.utils.clip_grad_norm_ takes a part of the norm, and clips too little:"
     " use wire.clip_grad_norm_(max_norm). After a change that needs no norm, such as clip_grad_value_, call"
     " wire.clip_grad_norm_(math.inf), which takes the gradients as they are"
+)
+
+_ADDED = (
+    "this backward adds to gradients that were already exchanged. Under ZeRO only their owners hold those, so"
+    " the mean would take 1/W of them, where plain DDP takes all: call optimizer.zero_grad() before the first"
+    " backward of a step, and wrap all but the last backward of a step in ddp.no_sync()"
 )
 
 
@@ -60,6 +66,7 @@ class Sharder(Strategy):
         communicator = GroupCommunicator(model.group, context.reducer.communicator.limit)
         communicator.open()
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         self._optimizer = optimizer
         self._rank, self._size = communicator.rank, communicator.size
         sizes = {name: one.numel() for name, one in parameters.items()}  # DDP may reduce frozen ones too
@@ -73,16 +80,23 @@ class Sharder(Strategy):
         self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
         model.on_gone(self._engine.close)
         self._lent: torch.Tensor | None = None
-        self._delivered, self._scalers_checked = False, context.reducer.steps.scales.named
-        self._left: list[torch.Tensor] = []
+        self._scalers_checked = context.reducer.steps.scales.named
+        self._exchanged: set[str] = set()
+        """Own parameters that no backward has reached since their gradient was exchanged."""
+        self._added_to: dict[str, torch.Tensor] = {}
+        """For own parameters, whether this backward has added to a gradient that was already exchanged."""
         self._handles: list[Any] = [
-            model.on_forward(self._forward),
+            model.on_forward(self._check_frozen),
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ends),
             optimizer.register_state_dict_post_hook(self._save),
         ]
         self._used: dict[str, bool] = {}
         self._usage = Usage(self._parameters.values()) if config.interleaved and model.static_graph else None
+        if not config.interleaved and self._size > 1:
+            self._handles += [
+                one.register_hook(partial(self._reach, name)) for name, one in self._own.items()
+            ]
         model.on_gone(remove_handles, self._handles)
 
     def close(self) -> None:
@@ -124,56 +138,51 @@ class Sharder(Strategy):
             self._used.update(zip(bucket.names, map(bool, counts.tolist()), strict=True))  # first step only
         return {name for name in bucket.names if not self._used[name]}
 
-    def _forward(self) -> None:
-        """Record the gradients of a backward that no step has followed.
+    def _reach(self, name: str, gradient: torch.Tensor | None = None) -> None:
+        """Note, before backward adds to an own gradient, whether that one was already exchanged.
 
-        Only the first forward after that backward can identify them. Later ones may find gradients of
-        micro-batches, after a step that a GradScaler has skipped.
+        Gradients of micro-batches under `no_sync` were not. One that `zero_grad` has set to zero does not
+        matter. The host does not read the flag here, because backward is running.
         """
-        self._check_frozen()
-        held = self._gradients()
-        if self._delivered:
-            self._left = [gradient for gradient in held if gradient.any()]
-        else:
-            self._left = [gradient for gradient in held if any(gradient is left for left in self._left)]
-        self._delivered = False
+        held = self._own[name].grad
+        if held is None:
+            self._added_to.pop(name, None)
+        elif name in self._exchanged:
+            self._added_to[name] = held.any()
+        self._exchanged.discard(name)
 
     def _check_frozen(self) -> None:
-        for name, parameter in self._every.items():
-            if parameter.requires_grad and name not in self._parameters:
-                raise AttachError(
-                    f"parameter {name!r} was frozen when the wire was attached, so its owner does not share"
-                    " it, and now it trains: wrap the module in a new DistributedDataParallel after"
-                    " unfreezing it, load wire.consolidate_optimizer_state() on every rank, and attach"
-                )
+        refuse_unfrozen(
+            self._frozen,
+            "its owner does not share it",
+            "wrap the module in a new DistributedDataParallel after unfreezing it, load"
+            " wire.consolidate_optimizer_state() on every rank, and attach",
+        )
 
     def begin_step(self) -> None:
-        """Raise UnavailableError if this backward would add to reduced gradients, which only owners hold."""
+        """Raise if steps inside this backward would lack their state, or precede a GradScaler's unscaling."""
         if self.config.interleaved and self.missing is not None:
             raise StateError(self.missing)
         if self.config.interleaved and not self._scalers_checked:
             check_no_scaler("use interleaved=False")
             self._scalers_checked = True
-        if any(gradient is left for gradient in self._gradients() for left in self._left):
-            raise UnavailableError(
-                "a second backward adds to gradients that were already exchanged, which only ZeRO's owners"
-                " hold: wrap all but the last backward of a step in ddp.no_sync(), or call zero_grad()"
-            )
-        self._left = []
 
     def end_backward(self, committed: bool) -> None:
         """Drop the gradients of other owners' parameters, now that DDP has written them."""
-        kept = {} if self.config.interleaved else self._own
-        for name, parameter in self._parameters.items():
-            if name not in kept:
-                parameter.grad = None
+        self._drop_gradients()
         if self._usage is not None:
             remove_handles(self._usage.handles)  # all buckets have been looked up
         if self.config.interleaved:
             return
         self._stand_in(0.0 if committed else math.nan)
-        self._delivered = True
         self._versions.remember(self._named_gradients())
+
+    def _drop_gradients(self) -> None:
+        kept = {} if self.config.interleaved else self._own
+        for name, parameter in self._parameters.items():
+            if name not in kept:
+                parameter.grad = None
+        self._exchanged = set(kept)
 
     def _stand_in(self, value: float) -> None:
         """Set a placeholder gradient on a rank that owns none. A GradScaler cannot step without one."""
@@ -261,11 +270,21 @@ class Sharder(Strategy):
         return {name: one.grad for name, one in self._own.items() if one.grad is not None}
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Return whether the step's gradients are finite on all ranks, by a collective."""
+        """Return whether the step's gradients are finite on all ranks, by a collective.
+
+        Raises:
+            UnavailableError: This backward has added to gradients that were already exchanged, on some rank.
+        """
         if self.config.interleaved:
             return finite
-        overflows = finite.logical_not().to(self._device, torch.float32).reshape(1)
-        return self._run(_summed(overflows), "the overflow check").sum() == 0
+        added, self._added_to = list(self._added_to.values()), {}
+        again = torch.stack(added).any() if added else finite.new_zeros(())
+        flags = torch.stack([one.to(self._device, torch.float32) for one in (finite.logical_not(), again)])
+        overflows, additions = self._run(_summed(flags), "the overflow check").tolist()
+        if additions:  # on every rank, before any has stepped
+            self._drop_gradients()
+            raise UnavailableError(_ADDED)
+        return torch.tensor(overflows == 0)
 
     def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
         """Run a program after those already submitted, and wait for all of them."""
@@ -288,7 +307,6 @@ class Sharder(Strategy):
         for name, parameter in self._parameters.items():
             if name not in self._own:
                 optimizer.state.pop(parameter, None)  # left over from loading a whole state
-        self._delivered, self._left = False, []
         if closure is None:  # before the step, as an optimizer may change gradients itself
             self._changed = self._versions.changed(self._named_gradients())
         if self._lent is not None:
