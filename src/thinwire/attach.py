@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.amp.skip_overflows import skip_overflows
 from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import comm_hooks, uses_python_reducer
 from thinwire.ddp.model import Model, remove_handles
 from thinwire.ddp.reducer import Reducer, raise_python_reducer
+from thinwire.ddp.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.ddp.unwrap import ddp_of, find_ddp, is_wrapper
 from thinwire.engine.agreement import decline, set_up_of
 from thinwire.engine.meter import Meter
@@ -57,7 +57,7 @@ def attach(
     audit_every: int = 0,
     max_error: float | None = None,
     on_excess: OnExcess = "warn",
-    skip_overflows: bool = False,
+    skip_overflows: bool | None = None,
     scaler: ScalerOption = "auto",
     history: int = 1000,
 ) -> Wire:
@@ -97,8 +97,11 @@ def attach(
             exact mean. With error feedback a larger error does not imply lost gradients, see `AuditRecord`.
         on_excess: The action on all ranks when `max_error` is exceeded: `"warn"` in the log, `"raise"` an
             `AuditError`, or a program to continue with, such as `Exact()`.
-        skip_overflows: Whether the optimizer skips a step whose gradients are non-finite on any rank, where
-            no GradScaler is used. (A GradScaler skips such steps itself.)
+        skip_overflows: Whether optimizers skip a step whose gradients are non-finite on any rank, where no
+            GradScaler is used. (A GradScaler skips such steps itself.) None does so for `optimizer` and for
+            every other optimizer that is found to step the model. If a step cannot be skipped, as of LBFGS,
+            the first overflow is a warning in the log. True raises at once if it cannot. False lets the
+            optimizer step with gradients of NaN, as plain DDP does.
         scaler: The GradScaler that scales this model's loss, or None if none does. Residuals are rescaled
             when its scale changes. `"auto"` takes the one whose `step` calls that of an optimizer of this
             model's parameters. Before the first such step, `"auto"` takes the only one in use in the process.
@@ -222,9 +225,14 @@ def _start(
         runner = Runner(_context(reducer, options, optimizers), plan)
         runner.start()
         model.on_gone(remove_handles, check_loaded_states(runner))
-        if options.skip_overflows:
-            steps = reducer.steps
-            model.on_gone(remove_handles, skip_overflows(optimizers, lambda: steps.overflowed))
+        skipping = reducer.steps.skipping
+        handles = skipping.watch(
+            optimizers,
+            model.parameters().values(),
+            skips=options.skip_overflows is not False,
+            obstacle=STEPPED_IN_BACKWARD if runner.config.steps_in_backward else None,
+        )
+        model.on_gone(remove_handles, handles)
         register(runner)
     except BaseException:
         if runner is not None:

@@ -35,7 +35,7 @@ class Options:
     audit_every: int
     max_error: float | None
     on_excess: OnExcess
-    skip_overflows: bool
+    skip_overflows: bool | None
     scaler: ScalerOption
     history: int
 
@@ -54,7 +54,8 @@ class Options:
         for stage in plan.stages:
             stage.validate(target)
             target.check_states(stage)
-        check_skipping(self.skip_overflows, optimizers, reduces_gradients=model.reduces_gradients)
+        in_backward = any(stage.steps_in_backward for stage in plan.stages)
+        check_skipping(self.skip_overflows, optimizers, in_backward=in_backward)
         if self.check_every is not None:
             check_whole("check_every", self.check_every, 0, "0 never compares the replicas")
         check_whole("history", self.history, 1, "stats() shows the latest steps")
@@ -151,15 +152,17 @@ def check_rules(rules: Rules, model: AttachedModel) -> None:
 
 
 def check_skipping(
-    skip_overflows: object, optimizers: Sequence[Optimizer], *, reduces_gradients: bool = True
+    skip_overflows: object, optimizers: Sequence[Optimizer], *, in_backward: bool = False
 ) -> None:
-    """Raise OptionError if overflowed steps of these optimizers cannot be skipped."""
-    if not isinstance(skip_overflows, bool):
-        raise OptionError(f"skip_overflows={skip_overflows!r} must be True or False")
-    if skip_overflows and not reduces_gradients:
+    """Raise OptionError if overflowed steps of these optimizers must be skipped, and cannot be."""
+    if skip_overflows is not None and not isinstance(skip_overflows, bool):
         raise OptionError(
-            "skip_overflows=True checks the means of gradients, and a module without DDP exchanges none: use"
-            " a GradScaler, or check the loss before the step"
+            f"skip_overflows={skip_overflows!r} must be True, False, or None to skip where it is possible"
+        )
+    if skip_overflows and in_backward:
+        raise OptionError(
+            "skip_overflows=True cannot skip steps that ZeRO(interleaved=True) takes inside backward: use"
+            " interleaved=False"
         )
     if skip_overflows and not optimizers:
         raise OptionError(

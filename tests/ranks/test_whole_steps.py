@@ -202,7 +202,7 @@ def skipping(rank: int, world_size: int) -> None:
     optimizer.step()
     assert torch.equal(flat_parameters(ddp.module), before)
     assert not optimizer.state, "not even counted"
-    assert flat_gradients(ddp.module).isnan().all(), "and the gradients are there to look at"
+    assert not flat_gradients(ddp.module).any(), "and no NaN is left to overflow later steps"
     backward(ddp, rank, 1)
     optimizer.step()
     assert not torch.equal(flat_parameters(ddp.module), before)

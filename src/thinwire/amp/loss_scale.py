@@ -98,7 +98,7 @@ class Scales:
             return
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._exchanged and _holds_any(optimizer, parameters):
+            if self._exchanged and holds_any(optimizer, parameters):
                 self._stepped_by(_calling_scaler(sys._getframe()), optimizer)
 
         handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_step))
@@ -182,7 +182,8 @@ class Scales:
         forget_steps_since_change(scaler)
 
 
-def _holds_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+def holds_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Return whether an optimizer holds any of the parameters with these `id`s."""
     return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
 
 

@@ -16,6 +16,7 @@ import torch
 
 from thinwire.amp.loss_scale import Scales, Units
 from thinwire.ddp.internals import in_backward, queue_callback
+from thinwire.ddp.skip_overflows import Skipping
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import Steps
 from thinwire.engine.profiling import span
@@ -38,6 +39,9 @@ class SteppedModel(Protocol):
 
     def check_finalization(self) -> None:
         """Raise UnavailableError if the user's code ends the backward."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of each parameter by name, sharing its memory."""
 
     def unused(self) -> set[str]:
         """Return the names of parameters that no rank used in the last backward."""
@@ -111,6 +115,8 @@ class StepOwner:
         """Whether the latest step was rolled back."""
         self.events = events
         self.scales = scales
+        self.skipping = Skipping()
+        """The optimizer steps that follow overflows."""
         self._engine = engine
         self._model = model
         self._open: _OpenStep | None = None
@@ -133,6 +139,7 @@ class StepOwner:
         """
         self._model.check_finalization()
         self.settle_leftover()
+        self.skipping.begin(lambda: self._model.tensors().values())
         self._open = _OpenStep(lambda: self.scales.units(self.overflowed))
 
     def submit(
@@ -201,10 +208,11 @@ class StepOwner:
             step.commit(self._model.unused())
             self.count += self.events.counts_backwards
         else:
-            logger.info("step %d overflowed on some rank: it is skipped on all", self.count)
+            logger.info("step %d overflowed on some rank: it is rolled back on all", self.count)
             step.roll_back()
             self._engine.meter.overflowed()
             self._model.spoil_gradients()
+        self.skipping.settled(self.count, committed)
         self.events.end_backward(committed)
 
     def advance(self) -> None:

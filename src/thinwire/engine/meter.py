@@ -107,8 +107,9 @@ class Stats:
     """Bytes that this rank would have sent in these steps with plain DDP."""
 
     def __str__(self) -> str:
-        steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
-        return f"{steps}: {sent_text(self.bytes_sent, self.ddp_bytes)}, exposed {self.exposed_seconds:.3g} s"
+        text = f"{_steps(self.steps)}: {sent_text(self.bytes_sent, self.ddp_bytes)}"
+        text += f", exposed {self.exposed_seconds:.3g} s"
+        return f"{text}, {_steps(self.overflows)} skipped after overflows" if self.overflows else text
 
     @property
     def compression(self) -> float | None:
@@ -218,17 +219,25 @@ def sent_text(sent: int, ddp: int) -> str:
     text = f"{sent / 1e6:.3g} MB sent"
     if not sent or not ddp:
         return text
-    return f"{text}, {ratio_text(ddp / sent)} than plain DDP"
+    return f"{text}, {ratio_text(ddp / sent)} plain DDP"
 
 
 def ratio_text(compression: float) -> str:
-    """Describe plain DDP's bytes over those sent.
+    """Describe plain DDP's bytes over those sent, as words before "plain DDP".
 
-    >>> ratio_text(3.912), ratio_text(0.5), ratio_text(114.3)
-    ('3.9 x less', '2 x more', '114 x less')
+    A few bytes a step, such as the checks of ZeRO, are no difference worth a figure.
+
+    >>> ratio_text(3.912), ratio_text(0.5), ratio_text(114.3), ratio_text(0.998)
+    ('3.9 x less than', '2 x more than', '114 x less than', 'as much as')
     """
     ratio, word = (compression, "less") if compression >= 1 else (1 / compression, "more")
-    return f"{ratio:.2g} x {word}" if ratio < 100 else f"{ratio:,.0f} x {word}"
+    if ratio < 1.05:  # two digits would show 1
+        return "as much as"
+    return f"{ratio:.2g} x {word} than" if ratio < 100 else f"{ratio:,.0f} x {word} than"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def _warn_of_old_name() -> None:

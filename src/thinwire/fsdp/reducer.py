@@ -29,6 +29,8 @@ from thinwire.errors import UnavailableError, WireError
 from thinwire.fsdp import internals
 from thinwire.fsdp.model import ShardedModel, refuse_hooks
 from thinwire.fsdp.shards import Shards, ShardSteps
+from thinwire.programs.finite import all_true
+from thinwire.programs.finite import finite as is_finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Programs
 
@@ -163,7 +165,14 @@ class ShardReducer(BucketRunner):
             self._close()
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Return whether means are finite on all ranks of this replica. Collective."""
+        """Return whether means are finite on all ranks of this replica. Collective.
+
+        After an overflow, so are gradients of earlier backward passes, to which the means will be added. DDP
+        exchanges those too, so there the mean itself is non-finite.
+        """
+        if self.steps.overflowed:
+            earlier = [local_part(one) for one in self._earlier.values()]
+            finite = all_true([finite, *(is_finite(one).to(finite.device) for one in earlier)])
         return self._shards.all_true(finite, self.steps.count)
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
 """The engine and the steps of a module that each rank trains on its own."""
 
+import logging
+
 import torch
 
 from thinwire.ddp.connection import Connection
@@ -9,13 +11,24 @@ from thinwire.ddp.step import StepOwner
 from thinwire.engine.meter import StepTrace
 from thinwire.replicas.model import ReplicaModel
 
+logger = logging.getLogger("thinwire")
+
 
 class LocalSteps(StepOwner):
     """The steps of a module that each rank trains on its own. Each ends with its optimizers."""
 
+    def overflow(self) -> None:
+        """Record that an optimizer skips its step, because gradients are non-finite on this rank."""
+        if not self.overflowed:
+            logger.info("step %d overflowed on this rank, which alone skips it", self.count)
+        self.overflowed = True
+
     def advance(self) -> None:
         """Count a step, and record that it has sent no gradients."""
         self._engine.meter.add(StepTrace(self.count, 0, 1).finish(0.0, timed=True))
+        if self.overflowed:
+            self._engine.meter.overflowed()
+            self.overflowed = False
         super().advance()
 
 
@@ -36,7 +49,10 @@ class ReplicaReducer:
     def __init__(self, model: ReplicaModel, connection: Connection) -> None:
         self.model = model
         self.communicator, self.engine = connection.open(model.group, model.device)
-        self.steps: StepOwner = LocalSteps(self.engine, model, connection.scales, PlainEvents())
+        steps = LocalSteps(self.engine, model, connection.scales, PlainEvents())
+        # No backward is settled here, so gradients are checked when an optimizer steps.
+        steps.skipping.checks_every_step, steps.skipping.on_overflow = True, steps.overflow
+        self.steps: StepOwner = steps
         self.regroup = Regroup()
         model.on_gone(self.engine.close)
 

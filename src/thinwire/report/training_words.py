@@ -33,8 +33,9 @@ def worth(summary: Summary) -> str:
     each = size(summary.sent_per_step)
     text = f"{_count(summary.steps, 'step')} sent {size(summary.sent)} in total, {each} a step"
     if summary.compression is not None:
-        less = ratio_text(summary.compression)
-        text += f", {less} than plain DDP, which would have sent {size(summary.ddp or 0)}"
+        text += (
+            f", {ratio_text(summary.compression)} plain DDP, which would have sent {size(summary.ddp or 0)}"
+        )
     if summary.for_audits:
         text += f"; {summary.for_audits / summary.sent:.0%} of it for audits"
     if summary.saving is not None:

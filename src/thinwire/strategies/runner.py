@@ -28,6 +28,7 @@ from thinwire.monitors.replicas import (
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.naming import described, same_program, short
 from thinwire.programs.program import Programs
+from thinwire.strategies.accumulation import Accumulation
 from thinwire.strategies.attached import AttachedReducer, refuse_unfrozen
 from thinwire.strategies.gradients import configuration_of, given_of
 from thinwire.strategies.schedule import Plan, Stage
@@ -70,6 +71,7 @@ class Runner:
         """Whether a swap or an audit has ended a schedule."""
         self.config: Configuration = plan.at(0)
         self.strategy: Strategy = self.bound(self.config)
+        self._accumulation = Accumulation(context.model, self.steps.skipping)
         self.programs = Programs(Exact())
         self.begins_steps = True
         """Whether `begin_step` must run with the next step's first bucket."""
@@ -172,6 +174,8 @@ class Runner:
         """Notify the reducer and the strategy of a settled backward, then conclude its audit."""
         self.reducer.settled(committed)
         self.strategy.end_backward(committed)
+        if self._accumulation.watching and self.counts_backwards:  # averaged models have a check of their own
+            self._accumulation.backward()
         if not committed or self._findings is None:
             return
         findings, self._findings = self._findings, None

@@ -59,6 +59,11 @@ class Configuration(Written):
     exchanges_parameters: ClassVar[bool] = False
     """Whether ranks exchange parameters, so that they must agree on which of them are frozen."""
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if the optimizer steps inside backward, so that an overflowed step cannot be skipped."""
+        return False
+
     def validate(self, target: "Target") -> None:
         """Check the configuration against a model before anything is changed or sent.
 

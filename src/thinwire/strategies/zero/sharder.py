@@ -76,6 +76,8 @@ class Sharder(Strategy):
         self._masters: dict[str, torch.Tensor] = {}
         self._versions = Versions()
         self._changed = False
+        self._overflowed = self._skips = False
+        """Whether the latest backward overflowed, and whether the current step is skipped for it."""
         meter = context.reducer.engine.meter
         self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
         model.on_gone(self._engine.close)
@@ -115,9 +117,10 @@ class Sharder(Strategy):
         names = pieces.names[self._rank]
         if self.config.interleaved:
             unused = yield from self._unused_in(bucket)
+            sound = finite(mean)  # before the step, which may change gradients in place
             self._step(names, mean, unused)
             yield from self._share(pieces)
-            return Outcome(bucket.buffer, finite=torch.ones((), dtype=torch.bool, device=mean.device))
+            return Outcome(bucket.buffer, finite=sound)
         into = bucket.views()
         for name, gradient in zip(names, unpack(mean, pieces.shapes[self._rank]), strict=True):
             into[name].copy_(gradient)
@@ -175,6 +178,7 @@ class Sharder(Strategy):
         if self.config.interleaved:
             return
         self._stand_in(0.0 if committed else math.nan)
+        self._overflowed = not committed
         self._versions.remember(self._named_gradients())
 
     def _drop_gradients(self) -> None:
@@ -307,16 +311,29 @@ class Sharder(Strategy):
         for name, parameter in self._parameters.items():
             if name not in self._own:
                 optimizer.state.pop(parameter, None)  # left over from loading a whole state
+        self._skips = self._skips_step(optimizer, closure)
         if closure is None:  # before the step, as an optimizer may change gradients itself
             self._changed = self._versions.changed(self._named_gradients())
         if self._lent is not None:
             self._lent.grad = None
             self._lent = None
-        if not self.config.interleaved:
+        if self._skips:
+            for parameter in self._own.values():
+                parameter.grad = None
+        elif not self.config.interleaved:
             self._unround(self._own)
 
+    def _skips_step(self, optimizer: Optimizer, closure: Any) -> bool:
+        """Return whether a step is skipped after an overflow, on all ranks, so that none shares parameters.
+
+        Sharing would round parameters that were never shared before. In a closure the backward that may
+        overflow comes later. A fused optimizer skips the step by itself if a GradScaler calls it.
+        """
+        skips = self.context.reducer.steps.skipping.skips
+        return self._overflowed and skips and closure is None and "found_inf" not in vars(optimizer)
+
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.config.interleaved:
+        if not self.config.interleaved and not self._skips:
             with at_work():
                 self._share_all(args, kwargs)
 

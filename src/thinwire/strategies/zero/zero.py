@@ -74,6 +74,11 @@ class ZeRO(Configuration):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if owners step each bucket inside backward."""
+        return self.interleaved
+
     def validate(self, target: Target) -> None:
         """Check the configuration against a model before anything is changed or sent.
 
