@@ -184,6 +184,7 @@ def refused(rank: int, world_size: int) -> None:
         ({"audit_every": 5, "max_error": 0}, "max_error=0 must be a positive number"),
         ({"audit_every": 5, "on_excess": "stop"}, "on_excess='stop' must be 'warn', 'raise' or a program"),
         ({"skip_overflows": True}, "needs the optimizer whose steps to skip"),
+        ({"skip_overflows": "yes"}, "skip_overflows='yes' must be True, False, or None"),
         ({"scaler": 3}, "scaler=3 must be the torch.amp.GradScaler"),
         ({"rules": [("head", thinwire.Exact())]}, "'head' is never used"),
         ({"rules": [("0.*", thinwire.AcrossNodes(thinwire.Int8(), node_size=2))]}, "does not divide the 1"),
@@ -194,6 +195,8 @@ def refused(rank: int, world_size: int) -> None:
             thinwire.attach(ddp, thinwire.Int8(), **options)
     with pytest.raises(thinwire.OptionError, match="each rank has the means of its own parameters only"):
         thinwire.attach(ddp, thinwire.ZeRO(), optimizer=optimizer, audit_every=5)
+    with pytest.raises(thinwire.OptionError, match=r"cannot skip steps that ZeRO\(interleaved=True\) takes"):
+        thinwire.attach(ddp, thinwire.ZeRO(interleaved=True), optimizer=optimizer, skip_overflows=True)
     thinwire.attach(ddp, thinwire.Int8(), audit_every=5)
 
 

@@ -142,9 +142,7 @@ def overflow(rank: int, world_size: int) -> tuple[int, bool, bool]:
     mesh = site_mesh()
     model = sharded(mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wire = thinwire.attach(
-        model, Int8(), replicas=mesh["replicate"], optimizer=optimizer, skip_overflows=True
-    )
+    wire = thinwire.attach(model, Int8(), replicas=mesh["replicate"])
     loss(model, rank, 0).backward()
     optimizer.step()
     before = whole(model)
@@ -162,6 +160,32 @@ def overflow(rank: int, world_size: int) -> tuple[int, bool, bool]:
 
 def test_an_overflow_in_one_shard_is_skipped_by_all() -> None:
     assert run_ranks(overflow, 4) == [(1, True, True)] * 4
+
+
+def overflow_in_a_micro_batch(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """FSDP adds each micro-batch's gradients to the NaNs of the one before, after the exchange."""
+    results = []
+    for bad in (0, 1):
+        mesh = site_mesh()
+        model = sharded(mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        wire = thinwire.attach(model, Int8(), replicas=mesh["replicate"], optimizer=optimizer)
+        before = whole(model)
+        for micro in range(2):
+            (loss(model, rank, micro) * (torch.inf if micro == bad and rank == 3 else 1.0)).backward()
+        optimizer.step()
+        assert not optimizer.state
+        results.append((wire.stats().overflows, torch.equal(whole(model), before)))
+        optimizer.zero_grad()
+        loss(model, rank, 2).backward()
+        optimizer.step()
+        assert whole(model).isfinite().all()
+        assert not torch.equal(whole(model), before)
+    return results
+
+
+def test_an_overflow_in_any_micro_batch_skips_the_step() -> None:
+    assert run_ranks(overflow_in_a_micro_batch, 4) == [[(2, True), (1, True)]] * 4
 
 
 class Branches(nn.Module):

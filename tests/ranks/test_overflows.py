@@ -252,7 +252,8 @@ def warnings_of(rank: int, world_size: int) -> None:
     def by_hand(ddp: DDP = ddp) -> None:
         with torch.no_grad():
             for parameter in ddp.parameters():
-                parameter -= 0.1 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
 
     overflow(ddp, by_hand)
     says("was not skipped", "parameters are non-finite now")

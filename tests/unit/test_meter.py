@@ -66,3 +66,15 @@ def test_the_former_name_of_encode_seconds_still_works() -> None:
         assert record.compute_seconds == record.encode_seconds
     with pytest.warns(DeprecationWarning, match="is now encode_seconds"):
         assert meter.snapshot().compute_seconds == meter.snapshot().encode_seconds
+
+
+def test_totals_as_text_name_skipped_steps() -> None:
+    meter = Meter(ddp_bytes=400)
+    trace = StepTrace(0, rank=0, size=2)
+    trace.issued(0, 0, AllReduce(torch.zeros(101)))  # ZeRO sends a few bytes more, for its checks
+    meter.add(trace.finish(0.0, timed=True))
+    assert str(meter.snapshot()) == "1 step: 0.000404 MB sent, as much as plain DDP, exposed 0 s"
+    meter.overflowed()
+    assert str(meter.snapshot()).endswith("exposed 0 s, 1 step skipped after overflows")
+    meter.overflowed()
+    assert str(meter.snapshot()).endswith("2 steps skipped after overflows")

@@ -7,7 +7,7 @@ Optimizers are those given to `attach`, and those of the model's parameters that
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ class Skipping:
         self._obstacle: str | None = NOT_ATTACHED
         self.skips = False
         """Whether steps of known optimizers are skipped after an overflow."""
-        self._warned = self._in_backward = self._after_overflow = False
-        self._latest = 0
+        self._warned = self._in_backward = self._overflowed = False
         self._handles: list[Any] = []
 
     def watch(
@@ -88,44 +87,40 @@ class Skipping:
             self._adopt(optimizer)
         return self._handles
 
-    def begin(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """React to the start of a backward. Warn if the optimizer has stepped with an overflow's gradients.
-
-        Args:
-            tensors: Returns the model's parameters. Called in the first backward after an overflow only.
-        """
+    def begin(self) -> None:
+        """React to the start of a backward."""
         self._in_backward = True
-        after_overflow, self._after_overflow = self._after_overflow, False
-        if after_overflow and not self._warned and not _all_finite(tensors()):
-            self._warn(_HARMED)
 
-    def settled(self, step: int, committed: bool) -> None:
+    def settled(self, step: int, committed: bool, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """React to a settled backward, which was committed or has overflowed.
 
         Args:
             step: The number of the step.
             committed: Whether it was committed.
+            tensors: Returns the model's parameters.
         """
-        self._in_backward = False
+        again, self._overflowed, self._in_backward = self._overflowed, not committed, False
         if committed:
             return
         self.overflows += 1
-        self._latest, self._after_overflow = step, True
+        if self._warned:
+            return
         reason = self._obstacle
         if reason is None and any(isinstance(one, LBFGS) for one in self._known):
             reason = _SEVERAL_BACKWARDS
-        # Of an optimizer without hooks nothing is known here. The next `begin` shows what it has done.
-        if reason is not None and not self._warned and not living_scalers():
-            self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
-        self._warned = True
-        logger.warning(
-            "step %d overflowed: a gradient was infinite or NaN on some rank, so all gradients are NaN on all"
-            " ranks. %s. (Later overflows are in wire.stats() and in the log at level INFO.)",
-            self._latest,
-            reason,
-        )
+        if reason is not None and living_scalers():  # which skip the step
+            reason = None
+        # An update without step hooks leaves parameters of NaN, so that the next backward overflows too.
+        if reason is None and again and not _all_finite(tensors().values()):
+            reason = _HARMED
+        if reason is not None:
+            self._warned = True
+            logger.warning(
+                "step %d overflowed: a gradient was infinite or NaN on some rank, so all gradients are NaN on"
+                " all ranks. %s. Further overflows are logged at level INFO",
+                step,
+                reason,
+            )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # a copy of the optimizer steps one bucket, see `step_some`

@@ -139,7 +139,7 @@ class StepOwner:
         """
         self._model.check_finalization()
         self.settle_leftover()
-        self.skipping.begin(lambda: self._model.tensors().values())
+        self.skipping.begin()
         self._open = _OpenStep(lambda: self.scales.units(self.overflowed))
 
     def submit(
@@ -212,7 +212,7 @@ class StepOwner:
             step.roll_back()
             self._engine.meter.overflowed()
             self._model.spoil_gradients()
-        self.skipping.settled(self.count, committed)
+        self.skipping.settled(self.count, committed, self._model.tensors)
         self.events.end_backward(committed)
 
     def advance(self) -> None:

@@ -20,7 +20,7 @@ from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Steps
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.errors import StateError, UnavailableError
-from thinwire.programs.finite import finite
+from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.strategies.attached import refuse_unfrozen, require_ddp
@@ -117,10 +117,11 @@ class Sharder(Strategy):
         names = pieces.names[self._rank]
         if self.config.interleaved:
             unused = yield from self._unused_in(bucket)
-            sound = finite(mean)  # before the step, which may change gradients in place
             self._step(names, mean, unused)
             yield from self._share(pieces)
-            return Outcome(bucket.buffer, finite=sound)
+            # Only owners have seen the means, but all ranks have the parameters that were stepped with them.
+            stepped = [finite(self._parameters[name]) for name in bucket.names if name in self._parameters]
+            return Outcome(bucket.buffer, finite=all_true(stepped) if stepped else finite(mean[:0]))
         into = bucket.views()
         for name, gradient in zip(names, unpack(mean, pieces.shapes[self._rank]), strict=True):
             into[name].copy_(gradient)
@@ -274,7 +275,7 @@ class Sharder(Strategy):
         return {name: one.grad for name, one in self._own.items() if one.grad is not None}
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Return whether the step's gradients are finite on all ranks, by a collective.
+        """Return whether the step's gradients are finite on all ranks, by a collective if they may differ.
 
         Raises:
             UnavailableError: This backward has added to gradients that were already exchanged, on some rank.
