@@ -195,7 +195,7 @@ def uneven_and_troubled(rank: int, world_size: int, options: dict[str, Any], bad
     """Rank 0 runs out of inputs; afterwards a step overflows, and audits find something."""
     ddp = DDP(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    wire = thinwire.attach(ddp, thinwire.Int4(), optimizer=optimizer, skip_overflows=True, **options)
+    wire = thinwire.attach(ddp, thinwire.Int4(), optimizer=optimizer, **options)
     with Join([ddp]):
         for step in range(3 if rank == 0 else 7):
             optimizer.zero_grad()

@@ -94,10 +94,7 @@ class Job:
         self.ddp = DDP(net, bucket_cap_mb=buckets, find_unused_parameters=way.unused)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=precision == "fp16 scaled")
-        skips = precision != "fp16 scaled"
-        self.wire = thinwire.attach(
-            self.ddp, program, optimizer=self.optimizer, skip_overflows=skips, scaler=self.scaler
-        )
+        self.wire = thinwire.attach(self.ddp, program, optimizer=self.optimizer, scaler=self.scaler)
 
     def state(self) -> list[Any]:
         held = (self.ddp.module, self.optimizer, self.scaler, self.wire)

@@ -80,7 +80,7 @@ def test_every_step_arrives_once_in_every_sink_and_ranks_are_kept_apart(tmp_path
 def train_with_overflows(rank: int, world_size: int, folder: str) -> tuple[list[Any], int]:
     ddp = DDP(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    wire = thinwire.attach(ddp, thinwire.Exact(), optimizer=optimizer, skip_overflows=True)
+    wire = thinwire.attach(ddp, thinwire.Exact(), optimizer=optimizer)
     kept = Kept()
     with telemetry.watch(ddp, wire, kept, telemetry.JsonLines(Path(folder) / "steps.jsonl")):
         for number, fact in enumerate(".x.xx"):
