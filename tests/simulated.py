@@ -1,6 +1,7 @@
 """Helpers of the tests that run programs on simulated ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,17 @@ from thinwire.testing import SimulatedRanks
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+Some = TypeVar("Some")
+
+
+def compressing_alone(program: Some) -> Some:
+    """A program that compresses on one rank too, where nothing is sent and thinwire's are exact otherwise."""
+    object.__setattr__(program, "exact_alone", False)
+    if hasattr(program, "program"):
+        compressing_alone(program.program)
+    return program
 
 
 def sent_by(program: Program, world: int, length: int) -> int:

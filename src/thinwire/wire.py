@@ -80,7 +80,12 @@ class Wire:
         shapes = model.shapes()
         chosen = choose(runner.context.rules, program, shapes)
         table = explain(runner.plan.given if runner.plan.scheduled else self.program, chosen, shapes)
-        table = "\n\n".join(filter(None, (runner.strategy.explain(), table)))
+        alone = (
+            "The wire has one rank. Nothing is sent, so thinwire's programs compress nothing."
+            if runner.reducer.communicator.size == 1
+            else ""
+        )
+        table = "\n\n".join(filter(None, (runner.strategy.explain(), table, alone)))
         if model.bucket_bytes is None:
             return table
         gradient_bytes = sum(one.nbytes for one in model.parameters().values() if one.requires_grad)
@@ -89,10 +94,11 @@ class Wire:
     def swap(self, program: Stage) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
-        The old program's memory is kept, so that swapping back loses nothing. Averaged models are
-        synchronised first, as by `finalize`, and so is the optimizer's state: tensors are averaged, and step
-        counts taken from rank 0. A new configuration that averages models starts a new period, with a new
-        outer optimizer. A schedule ends with the swap.
+        Nothing is lost. The next exchange of a parameter applies the residual that the old program has left,
+        or the first local step if models are averaged from then on. All other memory is kept. Averaged models
+        are synchronised first, as by `finalize`. Their mean includes the residuals of their exchanges. So is
+        the optimizer's state: tensors are averaged, and step counts taken from rank 0. A new configuration
+        that averages models starts a new period, with a new outer optimizer. A schedule ends with the swap.
 
         Args:
             program: A program or configuration, as for `attach`, but no `Schedule`.

@@ -118,6 +118,18 @@ def test_a_rank_that_skips_its_optimizer_step_alone_ends_all_shards() -> None:
         assert "on rank 1 differs from that on rank 0" in texts[rank]  # of the replicas
 
 
+def one_replica(rank: int, world_size: int) -> None:
+    mesh = site_mesh(replicas=1)
+    plain, model = sharded(mesh["shard"]), sharded(mesh["shard"])
+    wire = thinwire.attach(model, thinwire.Int4(), replicas=mesh["replicate"])
+    assert train(plain, rank) == train(model, rank, wire)
+    assert torch.equal(whole(plain), whole(model))
+
+
+def test_one_replica_compresses_nothing() -> None:
+    run_ranks(one_replica, 2)
+
+
 def sends(rank: int, world_size: int) -> list[float]:
     mesh, ratios = site_mesh(), []
     for program in (Exact(), Int8(), thinwire.Int4()):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.powersgd import SHAPES, Ranks, low_rank, mean_of
+from tests.simulated import compressing_alone
 from thinwire import Memory, OptionError, PowerSGD, Warmup
 from thinwire.engine.simulate import rehearse
 from thinwire.programs.lowrank import orthonormal
@@ -102,7 +103,8 @@ def test_factors_that_overflow_in_the_warmup_do_not_spoil_later_steps(value: flo
 
 @given(st.integers(1, 4), st.integers(0, 10**6))
 def test_a_matrix_of_no_higher_rank_arrives_exactly(rank: int, seed: int) -> None:
-    ranks = Ranks(PowerSGD(rank=rank, min_compression=0.1, warmup=0), 1, {"w": (30, 20)}, torch.float64)
+    program = compressing_alone(PowerSGD(rank=rank, min_compression=0.1, warmup=0))
+    ranks = Ranks(program, 1, {"w": (30, 20)}, torch.float64)
     matrix = low_rank(30, 20, rank, seed)
     mean = ranks.average([{"w": matrix}])
     torch.testing.assert_close(mean["w"], matrix, rtol=1e-6, atol=1e-6)
@@ -178,7 +180,7 @@ def test_rebuilt_buckets_lose_nothing() -> None:
 
 def collectives(program: PowerSGD, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
     """What one rank puts on the wire."""
-    ranks = Ranks(program, 1, shapes)
+    ranks = Ranks(compressing_alone(program), 1, shapes)
     (own,) = ranks.gradients(0)
     flat = torch.cat([part.flatten() for part in own.values()])
     steps = program(ranks.bucket(list(shapes), flat, 0, 0), Memory())
@@ -242,7 +244,7 @@ def straight_line(
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_the_batched_form_is_what_its_formula_says(rank: int, world_size: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {"a": (11, 7), "b": (5,), "c": (3, 3)}
-    program = PowerSGD(rank=rank, min_compression=0.1, flatten=True, warmup=0)
+    program = compressing_alone(PowerSGD(rank=rank, min_compression=0.1, flatten=True, warmup=0))
     ranks = Ranks(program, world_size, shapes, torch.float64)
     n = math.isqrt(11 * 7 + 5 + 9)
     q = torch.empty(0)

@@ -15,17 +15,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.models import batch, changed, equal, own
+from tests.simulated import compressing_alone
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.wire_state import merged, own_states
 from thinwire.engine.agreement import Described
 
 PROGRAMS = {
-    "int8": Int8(),
-    "powersgd": PowerSGD(rank=2, min_compression=1, warmup=0),
+    "int8": compressing_alone(Int8()),
+    "powersgd": compressing_alone(PowerSGD(rank=2, min_compression=1, warmup=0)),
     "local": LocalSGD(2),
-    "diloco": DiLoCo(2, program=Int4(), overlap=1),
-    "zero": ZeRO(Int8(), parameters=torch.bfloat16),
+    "diloco": compressing_alone(DiLoCo(2, program=Int4(), overlap=1)),
+    "zero": compressing_alone(ZeRO(Int8(), parameters=torch.bfloat16)),
 }
 STEPS = 3
 

@@ -1,5 +1,6 @@
 """Owners of parameters, and what travels to and from them, on simulated ranks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_with_error_feedback_nothing_is_lost(program: Program, world: int, seed:
                 offset += size
         received = torch.cat([views[name].flatten() for name in SHAPES])
     residuals = [
-        torch.cat([memory.slot(name, "residual", lambda: torch.zeros(0)).flatten() for name in SHAPES])
+        torch.cat(
+            [memory.slot(name, "residual", partial(torch.zeros, SHAPES[name])).flatten() for name in SHAPES]
+        )
         for memory in memories
     ]
     torch.testing.assert_close(received + torch.stack(residuals).mean(0), given_all, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from thinwire.engine.agreement import Described, agreeing, shown
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import StateError
-from thinwire.programs.memory import MODEL_RESIDUAL, MODEL_SCOPE, RESIDUAL, Memory, is_residual
+from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual
 from thinwire.programs.names import with_original_names
 
 FORMAT = 2
@@ -190,7 +190,7 @@ def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tens
     real = real_numbers(parameter)
     if residual and not tensor.is_floating_point():
         raise StateError(f"the saved {what} is {tensor.dtype}: a residual must be floating-point")
-    if key in (RESIDUAL, MODEL_RESIDUAL) and tensor.shape != real.shape:
+    if is_whole_residual(key) and tensor.shape != real.shape:
         raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
     if sized is not None:
         dtype = torch.promote_types(real.dtype, torch.float32)
@@ -237,7 +237,7 @@ def _in_units_of(scale: float | None, state: dict[str, Any]) -> dict[str, Any]:
     factor = scale / state["scale"]
     memory = {
         name: {
-            key: tensor * factor if is_residual(key) and not key.startswith(f"{MODEL_SCOPE}: ") else tensor
+            key: tensor * factor if is_residual(key) and not is_model_slot(key) else tensor
             for key, tensor in slots.items()
         }
         for name, slots in state["memory"].items()
@@ -252,7 +252,7 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
         merged[name] = {}
         for key in dict.fromkeys(key for one in slots for key in one):
             tensors = [one[key] for one in slots if key in one]
-            if key in (RESIDUAL, MODEL_RESIDUAL):
+            if is_whole_residual(key):
                 precise = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision would round
                 merged[name][key] = torch.stack([one.to(precise) for one in tensors]).sum(0) / len(memories)
             elif _SIZED.fullmatch(key) or (

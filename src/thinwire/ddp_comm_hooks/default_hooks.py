@@ -13,7 +13,7 @@ them for each gradient. If models that use it span several groups, pass the grou
 # DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from thinwire.codecs.cast import Cast
 from thinwire.ddp.lookup import run_program
 from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks._python_reducer import average_gradient
-from thinwire.programs.allreduce import BF16, FP16, Exact
+from thinwire.programs.allreduce import Exact, Reduced
 
 __all__ = [
     "allreduce_hook",
@@ -33,6 +33,13 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class _Casted(Reduced):
+    """A `Reduced` that casts on one rank too, as torch's hooks do."""
+
+    stateless: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = False
 
 
 def allreduce_hook(
@@ -74,7 +81,7 @@ def fp16_compress_hook(
     """
     if isinstance(bucket, tuple):
         return average_gradient(bucket, process_group, torch.float16)
-    return run_program(FP16(), process_group, bucket)
+    return run_program(_Casted(Cast(torch.float16)), process_group, bucket)
 
 
 def bf16_compress_hook(
@@ -95,7 +102,7 @@ def bf16_compress_hook(
     """
     if isinstance(bucket, tuple):
         return average_gradient(bucket, process_group, torch.bfloat16)
-    return run_program(BF16(), process_group, bucket)
+    return run_program(_Casted(Cast(torch.bfloat16)), process_group, bucket)
 
 
 # Without CUDA, DDP rejects any hook with the original __name__, although Gloo supports bf16.

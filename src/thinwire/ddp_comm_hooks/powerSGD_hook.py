@@ -43,7 +43,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,9 @@ def program(state: PowerSGDState, *, flatten: bool) -> "TorchPowerSGD":
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TorchPowerSGD(PowerSGD):
-    """A PowerSGD that draws Q as torch does, so that runs can be compared."""
+    """A PowerSGD that draws Q as torch does, so that runs can be compared. It compresses on one rank too."""
+
+    exact_alone: ClassVar[bool] = False
 
     state: PowerSGDState = field(repr=False, compare=False)
 

@@ -14,6 +14,8 @@ Like torch's, these hooks have no error feedback. `thinwire.attach(ddp, thinwire
 
 # DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
+from typing import ClassVar
+
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,13 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.ddp.lookup import run_program
 from thinwire.errors import OptionError
 from thinwire.programs.twoshot import TwoShot
+
+
+class _Quantized(TwoShot):
+    """A `TwoShot` that encodes on one rank too, as torch's hooks do."""
+
+    stateless: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = False
 
 
 def quantization_pertensor_hook(
@@ -39,7 +48,7 @@ def quantization_pertensor_hook(
 
         ddp.register_comm_hook(None, quantization_pertensor_hook)
     """
-    return run_program(TwoShot(Quantize(bits=8, block=64)), process_group, bucket)
+    return run_program(_Quantized(Quantize(bits=8, block=64)), process_group, bucket)
 
 
 def quantization_perchannel_hook(
@@ -65,4 +74,4 @@ def quantization_perchannel_hook(
     if not isinstance(bucket_size, int) or isinstance(bucket_size, bool) or bucket_size < 1:
         raise OptionError(f"bucket_size={bucket_size!r} must be a whole number, at least 1: torch's is 512")
     block = min(max(1, bucket_size // 8), 1 << 20)
-    return run_program(TwoShot(Quantize(bits=8, block=block)), process_group, bucket)
+    return run_program(_Quantized(Quantize(bits=8, block=block)), process_group, bucket)

@@ -18,7 +18,7 @@ from thinwire.engine.ops import AllReduce, Broadcast, Steps
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
 
 _NEXT_TO_NOTHING = 1e-3
 """Fraction of the model's root mean square that is the least denominator of a parameter's error."""
@@ -121,6 +121,10 @@ class Audited:
     def carries_exact(self) -> bool:
         """True if the program averages some parameters exactly. They are not audited."""
         return carries_exact(self.program)
+
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether the program adds a parameter's residual to its gradient."""
+        return feeds_back(self.program, shape)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program, then the exact mean. All ranks use rank 0's figures, so that all act the same."""

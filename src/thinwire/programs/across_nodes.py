@@ -1,9 +1,10 @@
 """A program that averages exactly within a node and runs another program between nodes."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,8 @@ from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
 
+_SCOPE = re.compile(r"slice (\d+) of (\d+): ")
+"""The scope of a slice's state in the memory of programs."""
 _ROWS_WORTH_KEEPING = 8
 """The least number of rows per rank for which padding to whole rows is cheap, so a matrix keeps its shape."""
 
@@ -29,7 +32,7 @@ class AcrossNodes(Written):
 
     A node sends as many bytes to other nodes as a single rank would, and its ranks divide the work. A share
     is a slice of a parameter's rows, so state belongs to parameters and survives a rebuild of buckets. Each
-    rank keeps the state of its own share.
+    rank keeps the state of its own share. On a single node nothing is compressed.
 
     Args:
         program: Program that runs between nodes.
@@ -124,7 +127,7 @@ class Shares:
         self._count = count
         self._whole = bucket.shapes
         self._views = [_as_rows(shape, count) for shape in bucket.shapes]
-        self.shapes = tuple(torch.Size((-(-shape[0] // count), *shape[1:])) for shape in self._views)
+        self.shapes = tuple(_share(shape, count) for shape in bucket.shapes)
 
     def split(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return a matrix with one row per rank, which holds the slices of that rank."""
@@ -141,6 +144,45 @@ class Shares:
         for slices, view in zip(rows.split(widths, dim=1), unpack(into, self._views), strict=True):
             view.view(-1).copy_(slices.reshape(-1)[: view.numel()])
         return into
+
+
+class SliceState(NamedTuple):
+    """The numbers of a parameter that a slot of state belongs to.
+
+    Attributes:
+        key: The slot without the scope of the slice, such as "residual".
+        start: The position of the slice's first number in the flat parameter.
+        weight: The number of ranks whose mean the state belongs to. This rank's own gradient has a weight of
+            1 / `weight` in it.
+    """
+
+    key: str
+    start: int
+    weight: int
+
+
+def slice_state(slot: str, shape: torch.Size) -> SliceState:
+    """Return the numbers of a parameter that a slot belongs to, with or without the scope of a slice.
+
+    Args:
+        slot: The slot with its scope, as `AcrossNodes` makes it.
+        shape: The shape of the parameter.
+
+    >>> slice_state("slice 1 of 2: residual", torch.Size((6,)))
+    SliceState(key='residual', start=3, weight=2)
+    """
+    start, weight = 0, 1
+    while (scope := _SCOPE.match(slot)) is not None:
+        place, count = int(scope[1]), int(scope[2])
+        shape = _share(shape, count)
+        start, weight, slot = start + place * shape.numel(), weight * count, slot[scope.end() :]
+    return SliceState(slot, start, weight)
+
+
+def _share(shape: torch.Size, count: int) -> torch.Size:
+    """Return the shape of a parameter's slice for one of `count` ranks."""
+    rows = _as_rows(shape, count)
+    return torch.Size((-(-rows[0] // count), *rows[1:]))
 
 
 def _as_rows(shape: torch.Size, count: int) -> torch.Size:

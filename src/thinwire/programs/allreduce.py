@@ -11,7 +11,7 @@ from thinwire.engine.ops import AllReduce, Steps
 from thinwire.errors import OptionError
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written, preset
-from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,6 +25,7 @@ class Exact(Written):
 
     stateless: ClassVar[bool] = True
     ignores_order: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = True
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
@@ -63,6 +64,7 @@ class Reduced(Written):
 
     spares_vectors: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)
@@ -82,6 +84,8 @@ class Reduced(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-reduce, and decode to the bucket's own buffer."""
+        if is_alone(self, bucket):
+            return unchanged(bucket)
         codec = reseeded(self.codec, bucket.step, bucket.names[0])
         buffer, error = bucket.buffer.mul_(1 / bucket.world_size), None
         encoded = codec.encode(buffer)

@@ -13,6 +13,7 @@ from thinwire.engine.ops import Collective, Steps
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
 from thinwire.programs.finite import finite
+from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.naming import Written, short
 from thinwire.programs.program import (
@@ -22,6 +23,7 @@ from thinwire.programs.program import (
     Residuals,
     carries_exact,
     folds_residuals,
+    is_alone,
     require_program,
     tracks_error,
 )
@@ -40,7 +42,9 @@ class ErrorFeedback(Written):
     gradients, and a second one during backward, for rolling back the step.
 
     A step with a non-finite mean leaves residuals unchanged. So does a step for parameters that no rank used,
-    which get no gradient from DDP under `find_unused_parameters`.
+    which get no gradient from DDP under `find_unused_parameters`. When another program takes over, by `swap`,
+    a `Schedule`, an audit or `Auto`, its first exchange of a parameter applies the residual. A group of one
+    rank sends nothing, so programs of thinwire compress nothing there, and no residual is kept.
 
     See Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, https://arxiv.org/abs/1809.07599.
 
@@ -86,6 +90,14 @@ class ErrorFeedback(Written):
         """True if the program averages some parameters exactly. They have no residual."""
         return carries_exact(self.program)
 
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether all of a parameter's residual is added to its gradient.
+
+        Args:
+            shape: Shape of the parameter. Unused.
+        """
+        return self.keep == 1
+
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
         """Return the collectives of a bucket as the program outlines them, or None if it has no outline.
 
@@ -100,6 +112,9 @@ class ErrorFeedback(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
+        if is_alone(self.program, bucket):
+            add_residuals(bucket, memory)
+            return (yield from self.program(bucket, memory))
         if folds_residuals(self.program):
             return (yield from self._folded(bucket, memory))
         corrected = _widened(bucket)

@@ -12,7 +12,7 @@ from thinwire.engine.pack import Layout
 from thinwire.programs.coding import own_codecs
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +36,7 @@ class Gathered(Written):
     codec: Codec
 
     spares_vectors: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)
@@ -54,6 +55,8 @@ class Gathered(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-gather, and sum the decoded gradients."""
+        if is_alone(self, bucket):
+            return unchanged(bucket)
         codecs, numbers = own_codecs(self.codec, bucket), numbers_of(bucket.buffer)
         encoded = codecs[bucket.rank].encode(numbers)
         layout = Layout.of(encoded)

@@ -15,7 +15,9 @@ RESIDUAL = "residual"
 """The slot of the residual, for all programs."""
 MODEL_SCOPE = "models"
 """The scope of slots that belong to averaged models rather than to gradients."""
-MODEL_RESIDUAL = f"{MODEL_SCOPE}: {RESIDUAL}"
+_OF_MODELS = f"{MODEL_SCOPE}: "
+LEFTOVER = "leftover: "
+"""The scope of residuals whose program no longer runs. The next exchange of their parameter adds them."""
 
 Place = tuple[str, str]
 """A parameter's name, and a slot with its scope."""
@@ -36,6 +38,8 @@ class Memory:
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
+        self._leftovers: set[Place] = set()
+        """The places of leftovers. Looking for them in all slots would cost time in every step."""
         self._scope = ""
         self._loaded = False
 
@@ -91,6 +95,18 @@ class Memory:
         """
         return self.slot(name, key, make)
 
+    def get(self, name: str, key: str) -> torch.Tensor | None:
+        """Return a parameter's tensor, to be read only, or None.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+
+        Returns:
+            The tensor, or None if the slot is empty.
+        """
+        return self.find((name, self._scope + key))
+
     def room(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor for a slot's new value.
 
@@ -133,7 +149,7 @@ class Memory:
             A memory that shares this one's storage.
         """
         view = Memory()
-        view._slots, view._scope = self._slots, f"{self._scope}{scope}: "
+        view._slots, view._leftovers, view._scope = self._slots, self._leftovers, f"{self._scope}{scope}: "
         return view
 
     def find(self, place: Place) -> torch.Tensor | None:
@@ -158,6 +174,73 @@ class Memory:
         name, key = place
         self._slots.setdefault(name, {})[key] = tensor
 
+    def drop(self, name: str, key: str) -> None:
+        """Empty a slot.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+        """
+        self.remove((name, self._scope + key))
+
+    def remove(self, place: Place) -> None:
+        """Empty the slot at a place, if there is a tensor.
+
+        Args:
+            place: Name of the parameter, and slot with its full scope.
+        """
+        name, key = place
+        self._slots.get(name, {}).pop(key, None)
+        self._leftovers.discard(place)
+
+    def set_aside(self, accepts: Callable[[str], bool]) -> list[str]:
+        """Turn the residuals within this memory's scope into leftovers.
+
+        Args:
+            accepts: Whether the residual of a slot, named without this memory's scope, can be a leftover.
+
+        Returns:
+            The slots that are residuals and were not accepted. They stay as they are.
+        """
+        declined: dict[str, None] = {}
+        for name, slots in self._slots.items():
+            for key in [key for key in slots if self._holds_residual(key)]:
+                own = key.removeprefix(self._scope)
+                if own.startswith(LEFTOVER):
+                    continue
+                if not accepts(own):
+                    declined[own] = None
+                    continue
+                place = (name, f"{self._scope}{LEFTOVER}{own}")
+                residual, earlier = slots.pop(key), self.find(place)
+                self.keep(place, residual if earlier is None else residual.to(earlier.dtype).add_(earlier))
+                self._leftovers.add(place)
+        return list(declined)
+
+    @property
+    def has_leftovers(self) -> bool:
+        """True if there is a leftover within this memory's scope."""
+        return any(key.startswith(self._scope + LEFTOVER) for _, key in self._leftovers)
+
+    def leftovers_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the leftovers of one parameter within this memory's scope.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            The tensors, to be read only, by the slot that held them.
+        """
+        prefix = self._scope + LEFTOVER
+        found = {key: self.find((name, key)) for key in self._leftover_keys(name) if key.startswith(prefix)}
+        return {key.removeprefix(prefix): one for key, one in found.items() if one is not None}
+
+    def _leftover_keys(self, name: str) -> list[str]:
+        """Return the slots of a parameter's leftovers of all scopes, in the order of their making."""
+        if not self._leftovers:
+            return []
+        return [key for key in self._slots.get(name, {}) if (name, key) in self._leftovers]
+
     def residuals(self) -> list[torch.Tensor]:
         """Return the residuals of all parameters within this memory's scope."""
         return [tensor for name in self._slots for tensor in self.residuals_of(name)]
@@ -178,7 +261,7 @@ class Memory:
         return [tensor for key, tensor in slots.items() if self._holds_residual(key)]
 
     def _holds_residual(self, key: str) -> bool:
-        of_models = key.startswith(f"{MODEL_SCOPE}: ")
+        of_models = key.startswith(_OF_MODELS)
         return is_residual(key) and key.startswith(self._scope) and (bool(self._scope) or not of_models)
 
     def rescale(self, scale: torch.Tensor | None) -> None:
@@ -220,6 +303,10 @@ class Memory:
         """
         self._slots.clear()
         self._slots.update(other._slots)
+        self._leftovers.clear()
+        self._leftovers.update(
+            (name, key) for name, slots in self._slots.items() for key in slots if _is_leftover(key)
+        )
         self._scale, self._loaded = other._scale, True
 
     def shared(self) -> "Memory":
@@ -280,7 +367,7 @@ class Memory:
             tensors = slots.values() if isinstance(slots, dict) else [None]
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
                 raise StateError(f"the state of {name} must be a dict of tensors keyed by slot")
-            for residual in (slots[key] for key in (RESIDUAL, MODEL_RESIDUAL) if key in slots):
+            for residual in (slots[key] for key in slots if is_whole_residual(key)):
                 if residual.shape not in (shapes[name], (*shapes[name], 2)):
                     raise StateError(
                         f"the residual of {name} has shape {tuple(residual.shape)}, the parameter"
@@ -300,15 +387,17 @@ class Staged(Memory):
     def __init__(self, base: Memory) -> None:
         super().__init__()
         self._base = base
-        self._changed: dict[Place, torch.Tensor] = {}
+        self._changed: dict[Place, torch.Tensor | None] = {}
+        """The step's new tensors. None marks a slot that the step empties."""
 
     def slot(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a copy of the kept tensor, for this step to change."""
         place = (name, self._scope + key)
-        if place not in self._changed:
-            kept = self._base.find(place)
-            self._changed[place] = make() if kept is None else _new(kept).copy_(kept)
-        return self._changed[place]
+        changed = self._changed.get(place)
+        if changed is None:
+            kept = self.find(place)
+            changed = self._changed[place] = make() if kept is None else _new(kept).copy_(kept)
+        return changed
 
     def read(self, name: str, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the kept tensor itself, to be read only."""
@@ -331,8 +420,19 @@ class Staged(Memory):
 
     def find(self, place: Place) -> torch.Tensor | None:
         """Return the tensor at a place as this step sees it, or None."""
-        changed = self._changed.get(place)
-        return self._base.find(place) if changed is None else changed
+        return self._changed[place] if place in self._changed else self._base.find(place)
+
+    def remove(self, place: Place) -> None:
+        """Empty the slot at a place for this step. `commit` empties it for good."""
+        self._changed[place] = None
+
+    @property
+    def has_leftovers(self) -> bool:
+        """True if the memory has a leftover within this view's scope, as before the step."""
+        return any(key.startswith(self._scope + LEFTOVER) for _, key in self._base._leftovers)
+
+    def _leftover_keys(self, name: str) -> list[str]:
+        return self._base._leftover_keys(name)
 
     def keep(self, place: Place, tensor: torch.Tensor) -> None:
         """Keep a tensor at a place for this step, without a copy. A view of this view commits through it."""
@@ -342,7 +442,8 @@ class Staged(Memory):
         """Return the residuals of one parameter as this step leaves them."""
         changed = {key: tensor for (own, key), tensor in self._changed.items() if own == name}
         kept = {key: tensor for key, tensor in self._base._slots.get(name, {}).items() if key not in changed}
-        return [tensor for key, tensor in {**kept, **changed}.items() if self._holds_residual(key)]
+        found = {**kept, **changed}.items()
+        return [one for key, one in found if one is not None and self._holds_residual(key)]
 
     def commit(self, but_of: Collection[str] = ()) -> None:
         """Write the step's changes to the memory.
@@ -351,7 +452,11 @@ class Staged(Memory):
             but_of: Names of parameters whose changes are dropped.
         """
         for place, tensor in self._changed.items():
-            if place[0] not in but_of:
+            if place[0] in but_of:
+                continue
+            if tensor is None:
+                self._base.remove(place)
+            else:
                 self._base.keep(place, tensor)
         self._changed.clear()
 
@@ -379,6 +484,20 @@ class NoMemory(Memory):
 def is_residual(slot: str) -> bool:
     """Return whether a slot, with its scope, holds a residual."""
     return slot.rpartition(": ")[2] == RESIDUAL
+
+
+def is_whole_residual(slot: str) -> bool:
+    """Return whether a slot, with its scope, holds the residual of a whole parameter, not of a slice."""
+    return slot.removeprefix(_OF_MODELS).removeprefix(LEFTOVER) == RESIDUAL
+
+
+def is_model_slot(slot: str) -> bool:
+    """Return whether a slot, with its scope, belongs to averaged models rather than to gradients."""
+    return slot.startswith(_OF_MODELS)
+
+
+def _is_leftover(slot: str) -> bool:
+    return slot.removeprefix(_OF_MODELS).startswith(LEFTOVER)
 
 
 def _new(like: torch.Tensor) -> torch.Tensor:

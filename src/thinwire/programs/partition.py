@@ -11,7 +11,7 @@ from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome, Program, require_program, tracks_error
+from thinwire.programs.program import Bucket, Outcome, Program, exact_alone, require_program, tracks_error
 from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
 
 
@@ -50,9 +50,15 @@ class Partition(Written):
     @property
     def tracks_error(self) -> bool:
         """True if the programs of all parameters report their error."""
-        return all(
-            tracks_error(program) for program in (*(program for _, program in self.rules), self.default)
-        )
+        return all(map(tracks_error, self._programs()))
+
+    @property
+    def exact_alone(self) -> bool:
+        """True if the programs of all parameters compress nothing on one rank."""
+        return all(map(exact_alone, self._programs()))
+
+    def _programs(self) -> list[Program]:
+        return [*(program for _, program in self.rules), self.default]
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.

@@ -30,10 +30,11 @@ from thinwire.engine.ops import AllReduce, Steps
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
 from thinwire.programs.error_feedback import ErrorFeedback
+from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.lowrank import Part, Parts, by_shape, orthonormal, refined, times, transposed_times
 from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.naming import ADDED_LATER, Written
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 from thinwire.programs.reproducible import bases_of
 from thinwire.programs.twoshot import TwoShot
 
@@ -87,6 +88,7 @@ class PowerSGD(Written):
     """
 
     tracks_error: ClassVar[bool] = False
+    exact_alone: ClassVar[bool] = True
 
     rank: int = 4
     min_compression: float = 2.0
@@ -119,6 +121,9 @@ class PowerSGD(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
+        if is_alone(self, bucket):
+            add_residuals(bucket, memory)
+            return unchanged(bucket)
         if bucket.step < self.start_steps:
             return (yield from self._start(bucket, memory))
         wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
@@ -147,6 +152,18 @@ class PowerSGD(Written):
     def spares_vectors(self) -> bool:
         """True if vectors must be excluded. Unless P is rounded or flattened, it carries them exactly."""
         return self.flatten or self.factor_dtype is not None
+
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether the residual of a parameter is added to its gradient.
+
+        Args:
+            shape: Shape of the parameter.
+
+        Returns:
+            False if the gradient is sent uncompressed, or if that depends on its bucket.
+        """
+        compressed = self._matrix_shape(shape) != (0, 0) or self.factor_dtype is not None
+        return self.error_feedback and not self.flatten and compressed
 
     def numbers_sent(self, shape: torch.Size) -> int:
         """Return how many numbers are sent for a gradient of this shape.

@@ -227,6 +227,36 @@ def _promises(program: object, trait: str) -> bool:
     return own and bool(getattr(program, trait))
 
 
+def feeds_back(program: object, shape: torch.Size) -> bool:
+    """Return whether a program adds all of the slot "residual" to the gradient of a parameter of this shape.
+
+    A program declares it with a method `feeds_back(shape)`. Parameters in `bucket.exact` have no residual.
+    """
+    return _promises(program, "feeds_back") and bool(getattr(program, "feeds_back")(shape))  # noqa: B009
+
+
+def exact_alone(program: object) -> bool:
+    """Return whether a program compresses nothing in a group of one rank, where nothing is sent."""
+    return _promises(program, "exact_alone")
+
+
+def is_alone(program: object, bucket: Bucket) -> bool:
+    """Return whether a program returns a bucket's gradients as they are, because only one rank averages."""
+    return bucket.world_size == 1 and exact_alone(program)
+
+
+def unchanged(bucket: Bucket) -> Outcome:
+    """Return the outcome in a group of one rank: its gradients, plus residuals if given, without an error."""
+    if bucket.residuals is not None:
+        for view, old, new in zip(
+            unpack(bucket.buffer, bucket.shapes), bucket.residuals.old, bucket.residuals.new, strict=True
+        ):
+            if old is not None and new is not None:
+                view.add_(old.view_as(view), alpha=bucket.residuals.keep)
+                new.zero_()
+    return Outcome(bucket.buffer, torch.zeros_like(bucket.buffer) if bucket.track_error else None)
+
+
 def preferred_bytes(program: object) -> int | None:
     """Return the bucket size at which a program is fastest, or None if it prefers DDP's buckets whole.
 

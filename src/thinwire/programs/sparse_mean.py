@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from thinwire.engine.ops import Collective, Steps
 from thinwire.programs.gathered import Gathered
@@ -29,6 +30,8 @@ class SparseMean(Gathered):
         sparse = thinwire.SparseMean(thinwire.LargestEntries(ratio=1 / 64, block=4096, values="int2"))
         wire = thinwire.attach(ddp, thinwire.ErrorFeedback(sparse))
     """
+
+    exact_alone: ClassVar[bool] = True
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the exchange that suits the number of ranks."""

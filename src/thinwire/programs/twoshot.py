@@ -15,7 +15,7 @@ from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +54,7 @@ class TwoShot(Written):
     stateless: ClassVar[bool] = True
     carries_exact: ClassVar[bool] = True
     folds_residuals: ClassVar[bool] = True
+    exact_alone: ClassVar[bool] = True
     preferred_bytes: ClassVar[int] = 1 << 20
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class TwoShot(Written):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Encode, all-to-all, average, encode, all-gather, and decode."""
+        if is_alone(self, bucket):
+            return unchanged(bucket)
         rank, world = bucket.rank, bucket.world_size
         coders = coders_of(self.codec, bucket)
         division = Division.of(bucket, coders[0].block)

@@ -7,7 +7,15 @@ from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program, tracks_error
+from thinwire.programs.program import (
+    Bucket,
+    Outcome,
+    Program,
+    carries_exact,
+    exact_alone,
+    require_program,
+    tracks_error,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +56,11 @@ class Warmup(Written):
     def tracks_error(self) -> bool:
         """True if the program reports its error, as `Exact` does."""
         return tracks_error(self.program)
+
+    @property
+    def exact_alone(self) -> bool:
+        """True if the program compresses nothing on one rank."""
+        return exact_alone(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run `Exact` during the warm-up, and the program afterwards."""

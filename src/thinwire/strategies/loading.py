@@ -54,6 +54,7 @@ def load_state(runner: Runner, state: Any, *, keep_buckets: bool) -> None:
         runner.end_schedule()
     runner.resume(config, strategy)
     runner.context.memory.take_over(memory)
+    runner.begins_steps = True  # the state may contain leftovers
     runner.steps.restore(own["step"])
     runner.reducer.regroup.held = runner.reducer.regroup.upcoming = groups
     take_over()

@@ -26,6 +26,8 @@ from thinwire.monitors.replicas import (
     sample_of,
 )
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.leftovers import carrying, set_aside
+from thinwire.programs.memory import MODEL_SCOPE
 from thinwire.programs.naming import described, same_program, short
 from thinwire.programs.program import Programs
 from thinwire.strategies.accumulation import Accumulation
@@ -154,9 +156,11 @@ class Runner:
             program, exceptions = watched_all(program, exceptions, self._findings)
         wrapped = {id(one): self.strategy.wrap(one) for one in (program, *exceptions.values())}
         others = {name: wrapped[id(one)] for name, one in exceptions.items()}
-        self.programs = Programs(wrapped[id(program)], others, exact, sliced=True)
+        memory = self.context.memory
+        self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)
         always = self.strategy.begins_steps or not self.strategy.supports_join
-        self.begins_steps = always or bool(self.context.auditor.every)
+        # Leftovers stay if the step is rolled back, and those of parameters that no rank used in it.
+        self.begins_steps = always or bool(self.context.auditor.every) or memory.has_leftovers
 
     @property
     def counts_backwards(self) -> bool:
@@ -243,6 +247,8 @@ class Runner:
         except ThinwireError as error:
             decline(str(error), communicator.meeting, _SWAP)
             raise
+        # A backward that raised after its last bucket has not written its residuals yet.
+        self.steps.settle_leftover()
         self.strategy.end_open_step()
         agree_on({"program": described(config)}, communicator.meeting, communicator.limit, topic=_SWAP)
         new = self.bound(config)  # before the old strategy is retired, in case it raises
@@ -252,6 +258,7 @@ class Runner:
             new.close()
             raise
         self.config, self.strategy, self.begins_steps = config, new, True
+        set_aside(self.context.memory)
         self._start_strategy()
 
     def bound(self, config: Configuration) -> Strategy:
@@ -262,8 +269,11 @@ class Runner:
 
     def change(self, config: Configuration) -> None:
         """Switch to a changed configuration of the same class, as an audit decides, and end the schedule."""
+        self.steps.settle_leftover()
         self.config, self.begins_steps = config, True
         self.strategy.reconfigure(config)
+        for memory in (self.context.memory, self.context.memory.scoped(MODEL_SCOPE)):
+            set_aside(memory)
         self.end_schedule()
 
     def resume(self, config: Configuration, strategy: Strategy) -> None:

@@ -21,7 +21,7 @@ class Schedule(Written):
 
     Pass it to `attach` in place of a program. The wire swaps by itself, as `wire.swap` does, in the forward
     of the same step on all ranks. For that reason torch's `Join` is not available until the last stage has
-    begun.
+    begun. A stage that ends loses nothing. The first step of the next one applies its residuals.
 
     A step is a backward pass that communicates, so micro-batches belong under `no_sync`. While models are
     averaged, a step ends with the optimizer's step. Steps that overflowed do not count. After a checkpoint is

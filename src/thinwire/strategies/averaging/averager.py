@@ -13,6 +13,7 @@ from thinwire.errors import AttachError, StateError
 from thinwire.monitors.auditor import watched_all
 from thinwire.monitors.replicas import compare_replicas, fingerprints
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
 from thinwire.strategies.attached import refuse_unfrozen
@@ -83,6 +84,10 @@ class Averager(Strategy):
 
     def reconfigure(self, config: Averaging) -> None:
         """Switch to a changed configuration, and choose each parameter's programs."""
+        # Averages in flight write residuals when they end. Later ones would be lost, as the caller sets aside
+        # those of the programs so far.
+        for flight in self._in_flight:
+            keep(flight)
         self.config = config
         loop = config.outer_loop
         self._gradient_exceptions = self.context.exceptions(config.gradients)
@@ -135,14 +140,23 @@ class Averager(Strategy):
 
     def finalize(self) -> None:
         """Apply the averages in flight, then set all models to their exact mean. Collective."""
+        self._synchronise(Memory())
+
+    def _synchronise(self, memory: Memory) -> None:
+        """Set all models to the exact mean of parameters, less the residuals of a memory, which it drops.
+
+        A residual is a part of this rank's pseudo-gradients, anchor - parameters, that was not yet averaged.
+        """
         self.end_open_step()
         everyone = self._peers.everyone
         with quietly():
             while self._in_flight:
                 self._use_first()
-            if not self._peers.any_diverged(self._diverged):
+            set_aside(memory)
+            if not self._peers.any_diverged(self._diverged or memory.has_leftovers):
                 return
-            means = self._exchange(None, self._parameters, Exact(), Memory(), everyone).means()
+            program = WithLeftovers(Exact(), sign=-1)
+            means = self._exchange(None, self._parameters, program, memory, everyone).means()
             check_finite(means, self.context.reducer.steps.count)
             self._copy_in(means)
             self._share_buffers(everyone)
@@ -155,7 +169,7 @@ class Averager(Strategy):
         self.end_open_step()
         everyone, communicator = self._peers.everyone, self._peers.communicator
         if not self.warm:
-            self.finalize()
+            self._synchronise(self._memory)
             with quietly():
                 held = [self._parameters.whole[name] for names in self._fragments for name in names]
                 states = one_state(held, self._optimizers, len(everyone))
@@ -268,6 +282,8 @@ class Averager(Strategy):
         since = self.step - self.config.warmup_steps
         if since == 0:
             self._set_broadcasts()
+            steps.settle_leftover()
+            set_aside(self.context.memory)  # from here on gradients use other programs, or stay local
         if since <= 0:
             return
         self._peers.engine.check()
@@ -311,7 +327,8 @@ class Averager(Strategy):
             changes = self._anchors.pseudo_gradients(fragment, self._parameters)
             number = (self._used + len(self._in_flight)) // len(self._fragments)
             findings = self.context.auditor.begin(number)
-            program, exceptions = watched_all(loop.program, self._model_exceptions, findings)
+            programs = watched_all(loop.program, self._model_exceptions, findings)
+            program, exceptions = carrying(self._memory, *programs)
             exchange = self._exchange(fragment, changes, program, self._memory, ranks, exceptions)
         due = since + (0 if loop is None else loop.overlap)
         self._in_flight.append(InFlight(fragment, due, ranks, exchange.means, findings))

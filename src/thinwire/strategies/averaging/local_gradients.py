@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from thinwire.engine.ops import Steps, among
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +31,10 @@ class Within(Written):
     def carries_exact(self) -> bool:
         """True if the program averages some parameters exactly."""
         return carries_exact(self.program)
+
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether the program adds a parameter's residual to its gradient."""
+        return feeds_back(self.program, shape)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program with these ranks as the whole world."""

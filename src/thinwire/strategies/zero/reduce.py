@@ -23,8 +23,11 @@ def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: M
     """Return the mean of the gradients of a bucket that this rank owns, in one flat tensor.
 
     With `Exact` and codec programs, gradients are sent to their owners only, which is (W-1)/W of an encoding.
-    Any other program runs as an all-reduce, and each rank keeps its own part of the mean.
+    Any other program runs as an all-reduce, and each rank keeps its own part of the mean. So does any program
+    of a single rank, which owns everything.
     """
+    if bucket.world_size == 1:
+        return (yield from _from_all(program, bucket, pieces, memory))
     if isinstance(program, ErrorFeedback):
         codec = _codec_of(program.program)
         if codec is not None:
@@ -39,6 +42,11 @@ def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: M
             replace(bucket, buffer=bucket.buffer.mul_(1 / bucket.world_size)).views(), bucket.buffer
         )
         return (yield from total(cut, bucket.rank))
+    return (yield from _from_all(program, bucket, pieces, memory))
+
+
+def _from_all(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Steps[torch.Tensor]:
+    """Average with a program among all ranks, and return the part of the mean that this rank owns."""
     mean = (yield from outcome_of(program, bucket, memory)).mean
     return pieces.cut(replace(bucket, buffer=mean).views(), mean)[bucket.rank]
 
