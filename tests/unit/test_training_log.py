@@ -1,5 +1,6 @@
 """From the rows of a training to figures and words."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import StateError
+from thinwire.report.training import render
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import summarise
 from thinwire.report.training_words import event_text, notes, parameter_rows, trust, worth
@@ -221,6 +223,22 @@ def test_what_is_damaged_is_named_by_line(tmp_path: Path, lines: list[str], mess
     assert is_log(path)
     with pytest.raises(StateError, match=message):
         Log.load(path)
+
+
+ROWS = [exchange(0), audit(0, {"w": 0.1}), exchange(2, purpose="models"), exchange(3)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "<b>", -1, 10**30, math.inf, math.nan, [], {}, True, 1.5, ""], ids=repr
+)
+def test_a_row_with_any_wrong_value_is_refused_or_shown(tmp_path: Path, wrong: object) -> None:
+    """As a damaged disk, or another program, may leave it. No traceback."""
+    for place, row in enumerate(ROWS):
+        for key in row:
+            rows = [*ROWS[:place], row | {key: wrong}, *ROWS[place:]]
+            path = written(tmp_path / "steps.jsonl", *(json.dumps(one) + "\n" for one in rows))
+            with contextlib.suppress(StateError):
+                render(Log.load(path), "steps.jsonl")
 
 
 def test_results_and_other_files_are_no_logs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thinwire.codecs.checks import is_whole
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import StateError
 from thinwire.monitors.audit import Audit
@@ -144,14 +145,14 @@ class Log:
         Raises:
             StateError: The row is of another rank than the rows before.
         """
-        rank = row.get("rank", self.rank)
+        rank, size = _place(row, "rank", self.rank), _place(row, "world_size", self.world_size)
         if self.rank is not None and rank != self.rank:
             raise StateError(
                 f"rows of rank {rank} follow rows of rank {self.rank}, and bytes and times of several ranks"
                 " do not add up: give every rank its own file, as telemetry.watch(..., ranks='all') does"
                 f""", or split this one, as by grep '"rank": {rank},'"""
             )
-        self.rank, self.world_size = rank, row.get("world_size", self.world_size)
+        self.rank, self.world_size = rank, size
         purpose = row.get("purpose", GRADIENTS)
         if purpose == AUDIT:
             self._take_audit(row)
@@ -180,18 +181,18 @@ class Log:
             ) from error
 
     def _take_audit(self, row: Row) -> None:
-        step, errors = row["step"], (_or(math.inf, row[name]) for name in ("error", "worst_error"))
-        error, worst_error = errors
+        step = row["step"]
+        error, worst_error, residual = (_error(row[name]) for name in ("error", "worst_error", "residual"))
         self.audits.append(
-            Audited(step, row["of"], error, row["residual"], row["worst"], worst_error, row["action"])
+            Audited(step, row["of"], error, residual, row["worst"], worst_error, row["action"])
         )
         for key, value in row.items():
             kind, _, name = key.partition("/")
             if kind == "error" and name:
                 one = self.parameters.setdefault(name, Parameter())
                 one.steps.append(step)
-                one.errors.append(_or(math.inf, value))
-                one.residual = float(row[f"residual/{name}"])
+                one.errors.append(_error(value))
+                one.residual = _error(row[f"residual/{name}"])
 
 
 def is_log(path: Path) -> bool:
@@ -213,6 +214,20 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, line
+
+
+def _place(row: Row, name: str, before: int | None) -> int | None:
+    """Return a rank or a number of ranks, or that of the row before if the row does not have it."""
+    value = row.get(name, before)
+    if value is not None and not is_whole(value):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def _error(value: Any) -> float:
+    """Return an error or a norm. It is infinite where it is not a number."""
+    error = _or(math.inf, value)
+    return math.inf if math.isnan(error) else error
 
 
 def _or(instead: float, value: Any) -> float:

@@ -22,7 +22,8 @@ from thinwire.strategies.live.standing import OneRank, ReplicaRanks, Standing, a
 
 logger = logging.getLogger("thinwire")
 
-_PAUSE = 0.2
+_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+"""Seconds between two attempts. They double, since torchft logs each attempt of a replica that is alone."""
 _LEAST = 5.0
 """Seconds that an attempt to exchange has at least, where fewer are left of the time limit."""
 _REPEATED = 60.0
@@ -77,9 +78,10 @@ class LiveAverager:
         self._join(self._deadline())
 
     def _join(self, deadline: float) -> None:
+        pause = _PAUSE
         while not self.joined:
             if self._round(deadline) is None:
-                self._pause(deadline)
+                pause = self._pause(deadline, pause)
 
     def step_ended(self) -> None:
         """Count a training step, and exchange what is due after it."""
@@ -104,6 +106,7 @@ class LiveAverager:
         """
         deadline = self._deadline()
         self._join(deadline)
+        pause = _PAUSE
         while True:
             decision = None
             try:
@@ -117,23 +120,28 @@ class LiveAverager:
             if decision is not None and decision.final and not decision.contributors:
                 return
             if decision is None:
-                self._pause(deadline)
+                pause = self._pause(deadline, pause)
             else:
-                deadline = self._deadline()  # others are still training
+                deadline, pause = self._deadline(), _PAUSE  # others are still training
 
     def _deadline(self) -> float:
         return time.monotonic() + self._membership.patience.total_seconds()
 
-    def _pause(self, deadline: float) -> None:
-        """Wait a moment before another attempt; raise WireError after the deadline."""
-        membership = self._membership
-        if time.monotonic() > deadline:
+    def _pause(self, deadline: float, seconds: float) -> float:
+        """Wait before another attempt, and return the seconds to wait before the one after it.
+
+        Raises:
+            WireError: The deadline is over.
+        """
+        membership, left = self._membership, deadline - time.monotonic()
+        if left < 0:
             raise WireError(
                 f"no exchange was committed within {membership.patience.total_seconds():g} s, the last with"
                 f" {membership.size} replicas where at least {membership.minimum} are needed: start more"
                 " replicas, lower min_replicas, or raise quorum_timeout; the log has each cause"
             )
-        time.sleep(_PAUSE)
+        time.sleep(min(seconds, left))
+        return min(2 * seconds, _LONGEST_PAUSE)
 
     def _round(self, deadline: float, *, final: bool = False) -> Decision | None:
         """Run one exchange; return what its roll call has shown if it was committed, else None.
