@@ -28,6 +28,7 @@ from thinwire.lab.namespaces import Lab
 from thinwire.lab.network import MOST_HOSTS, plan
 from thinwire.lab.rate import parse_rate
 from thinwire.lab.run import run_on
+from thinwire.plan.load import LoadMeter
 from thinwire.version import __version__
 
 LOOPBACK = "loopback"
@@ -250,10 +251,14 @@ def _on_round(on_progress: OnProgress, label: str, kind: str, done: int) -> None
 def _measure(grid: Grid, hosts: int, link: str, on_round: OnRound, on_line: Callable[[str], None]) -> Cell:
     with _network(hosts, link) as (where, words):
         task = grid.task(steps=grid.rounds, probe=link == LOOPBACK, overtime=grid.timed is None)
+        meter = LoadMeter()
         reported = _run(where, task, on_line, on_round)
+        load = meter.read()
     rate = reported["rate"] if link == LOOPBACK else parse_rate(link)
     tracks = [Track(**track) for track in reported["tracks"]]
-    return Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)
+    cell = Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)
+    cell.cores, cell.other_cores = load.cores, load.others
+    return cell
 
 
 @contextmanager
