@@ -10,6 +10,7 @@ from thinwire.plan.recommend import Recommendation
 from thinwire.plan.scale import Curve, Scale
 from thinwire.plan.words import LEGEND
 from thinwire.report.frame import COLOURS, GREY, Figure, cells, frame, line, plot, table
+from thinwire.report.frame import command as command_line
 from thinwire.units import show_rate, show_seconds
 
 _MEASURES: tuple[tuple[str, str, Callable[[Cost], float], str], ...] = (
@@ -39,7 +40,7 @@ def render(found: Scale, command: str, model: str) -> str:
             f"By bandwidth, {found.sizes[-1]} hosts", found.by_rate, found.rates, rates, "bandwidth of a link"
         ),
         f"<p class='quiet'>{escape(LEGEND)}</p>",
-        f"<h2>To reproduce</h2>\n<pre>{escape(command)}</pre>",
+        f"<h2>To reproduce</h2>\n{command_line(command)}",
     )
     return frame("thinwire: what would it cost?", "\n".join(parts))
 
