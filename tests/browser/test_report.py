@@ -71,9 +71,7 @@ def test_a_table_of_real_names_fits_a_laptop(browser: Browser, tmp_path: Path) -
         shown.cells[0].tracks.append(track(name, kind, 12.345))
     path.write_text(render(shown), encoding="utf-8")
     page, _ = opened(browser, path, width=1280)
-    hidden = (
-        "[...document.querySelectorAll('section > .scroll')].map(one => one.scrollWidth - one.clientWidth)"
-    )
+    tables = "[...document.querySelectorAll('section > .scroll')]"
     assert page.evaluate(f"{tables}.map(one => one.scrollWidth - one.clientWidth)") == [0] * 3
     assert page.evaluate("document.body.scrollWidth") <= 1280
     page.close()
@@ -82,7 +80,7 @@ def test_a_table_of_real_names_fits_a_laptop(browser: Browser, tmp_path: Path) -
 def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Path) -> None:
     page, _ = opened(browser, page_path)
     drawn = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.data)")
-    by_time, by_bytes, steps, overview = (*drawn[:3], drawn[-1])
+    (by_time, by_bytes, steps), overview = drawn[:3], drawn[-1]
     assert [trace["name"] for trace in overview] == ["BF16", "torch <b>hook</b>", "Diverged"]
     assert [len(trace["x"]) for trace in overview] == [3, 3, 3]
     assert by_time[0]["y"][0] == 5.0

@@ -1,6 +1,7 @@
 """The planner: the formula's properties, bytes told by programs, and recommendations."""
 
 import math
+import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -423,7 +424,7 @@ def test_the_load_is_the_time_of_others_and_not_our_own(monkeypatch: pytest.Monk
     assert one.read().others == pytest.approx(2.0)
     assert four.read().others == pytest.approx(0.5)
     monkeypatch.setattr(load_module, "machine_seconds", lambda: None)
-    monkeypatch.setattr(load_module.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     assert LoadMeter().read().others == 3.0
 
 

@@ -159,7 +159,7 @@ def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], fl
 
     The fastest time is the one that other processes have disturbed least.
     """
-    memory, rounds = Memory(), []
+    memory, rounds = Memory(), list[list[float]]()
     numbers = torch.empty(layout.numbers, dtype=torch.float32, device="cpu").normal_(
         generator=torch.Generator().manual_seed(0)
     )

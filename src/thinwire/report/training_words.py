@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
 from thinwire.engine.meter import ratio_text
 from thinwire.report.training_summary import Event, Summary
@@ -10,6 +10,8 @@ from thinwire.telemetry.log import Audited, Log
 
 _GAIN = 1.02
 """The least ratio of step times that counts as a gain."""
+_STUCK = 3
+"""Losses in a row that are not finite from which training has failed."""
 _PROGRAMS = 4
 """The most programs that are listed."""
 
@@ -61,9 +63,13 @@ def _spoilt(log: Log, summary: Summary) -> str:
     if summary.stuck:
         return "Training makes no progress: the log ends with overflows."
     loss = log.logged.get("loss")
-    if loss and not math.isfinite(loss.values[-1]):
-        return f"Training failed: the loss of step {loss.steps[-1]:,} is not finite."
-    return ""
+    if loss is None:
+        return ""
+    finite = [place for place, value in enumerate(loss.values) if math.isfinite(value)]
+    since = finite[-1] + 1 if finite else 0
+    if len(loss.values) - since < _STUCK:  # a single one is of a skipped step
+        return ""
+    return f"Training failed: the loss is not finite since step {loss.steps[since]:,}."
 
 
 def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:
@@ -122,7 +128,7 @@ def dates(summary: Summary) -> str:
     if summary.began is None or summary.ended is None:
         return "not known: the log is of an older thinwire"
     try:
-        began, ended = (datetime.fromtimestamp(one, UTC) for one in (summary.began, summary.ended))
+        began, ended = (datetime.fromtimestamp(one, timezone.utc) for one in (summary.began, summary.ended))
     except (OverflowError, ValueError, OSError):
         return "not known: the times in the log are no dates"
     end = f"{ended:%H:%M}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M}"
