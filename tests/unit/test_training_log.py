@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire import StateError
+from thinwire.report.training import render
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import summarise
 from thinwire.report.training_words import (
@@ -308,3 +309,12 @@ def test_waiting_is_told_by_step_and_not_as_a_share_of_another_time() -> None:
     text = worth(summarise(Log.of(rows)))
     assert "In an average step a collective was in flight for 200 ms, and backward waited 212 ms" in text
     assert "%" not in text
+
+
+def test_names_from_a_log_stay_text_on_its_page() -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    rows = [timed(step, 0.1 * step) | {f"log/{hostile}": 1.0} for step in range(3)]
+    rows[0]["program"] = hostile
+    page = render(Log.of(rows), hostile)
+    assert hostile not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page

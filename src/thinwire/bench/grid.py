@@ -32,6 +32,8 @@ from thinwire.plan.load import LoadMeter
 from thinwire.version import __version__
 
 LOOPBACK = "loopback"
+THREADS = "threads per rank"
+"""The name of the threads among a machine's facts."""
 _LOST = (
     "WireError",
     "Connection ",
@@ -352,5 +354,5 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "thinwire": __version__,
-        "threads per rank": os.environ.get("OMP_NUM_THREADS", "cores / hosts"),
+        THREADS: os.environ.get("OMP_NUM_THREADS", "cores / hosts"),
     }
