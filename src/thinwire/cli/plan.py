@@ -129,7 +129,7 @@ def _draw(request: Request, path: Path, *, as_json: bool) -> None:
             for network in networks:
                 one.validate(planner.measured.shapes, network.ranks)
         found = scale(planner, candidates, networks, request.known(), request.limits())
-    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}")
+    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}".rstrip("."))
     write_page(path, page, as_json=as_json)
 
 

@@ -52,7 +52,7 @@ def _advice(found: Scale) -> str:
         for count, row in zip(found.sizes, found.advice, strict=True)
     )
     return (
-        f"<section><h2>What to use</h2>{table([show_rate(rate) for rate in found.rates], body)}"
+        f"<section class='uses'><h2>What to use</h2>{table([show_rate(rate) for rate in found.rates], body)}"
         "<p class='quiet'>don't: stay with plain DDP. The ratio is the predicted speed-up. After or: averaged"
         " models that are faster still, and change training more. Loss gaps of other kinds of models are not"
         " known for yours: measure them with thinwire bench.</p></section>"
@@ -63,7 +63,7 @@ def _use(advice: Recommendation) -> str:
     """Return the program and its alternative in few letters, as there are many columns."""
     if advice.row is None:
         return "don't"
-    return " or ".join(_short(row) for row in (advice.row, advice.alternative) if row)
+    return "\nor ".join(_short(row) for row in (advice.row, advice.alternative) if row)
 
 
 def _short(row: Row) -> str:
