@@ -71,8 +71,8 @@ def test_a_table_of_real_names_fits_a_laptop(browser: Browser, tmp_path: Path) -
         shown.cells[0].tracks.append(track(name, kind, 12.345))
     path.write_text(render(shown), encoding="utf-8")
     page, _ = opened(browser, path, width=1280)
-    hidden = "[...document.querySelectorAll('.scroll')].map(one => one.scrollWidth - one.clientWidth)"
-    assert page.evaluate(hidden) == [0] * 12
+    tables = "[...document.querySelectorAll('section > .scroll')]"
+    assert page.evaluate(f"{tables}.map(one => one.scrollWidth - one.clientWidth)") == [0] * 3
     assert page.evaluate("document.body.scrollWidth") <= 1280
     page.close()
 
@@ -80,7 +80,7 @@ def test_a_table_of_real_names_fits_a_laptop(browser: Browser, tmp_path: Path) -
 def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Path) -> None:
     page, _ = opened(browser, page_path)
     drawn = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.data)")
-    overview, by_time, by_bytes, steps = drawn[:4]
+    (by_time, by_bytes, steps), overview = drawn[:3], drawn[-1]
     assert [trace["name"] for trace in overview] == ["BF16", "torch <b>hook</b>", "Diverged"]
     assert [len(trace["x"]) for trace in overview] == [3, 3, 3]
     assert by_time[0]["y"][0] == 5.0
@@ -97,7 +97,7 @@ def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Pa
 
 def test_text_from_outside_stays_text(browser: Browser, page_path: Path) -> None:
     page, _ = opened(browser, page_path)
-    assert page.locator("table b").count() == 0
+    assert page.locator("table b, details b, summary b").count() == 0
     assert page.get_by_text("it needs </script> & NCCL").count() == 3
     assert page.locator("section").count() == 3
     page.close()
@@ -111,6 +111,37 @@ def test_advice_command_and_failure_can_be_read(browser: Browser, page_path: Pat
     assert "host 3 died" in advice[3]
     assert "wire = thinwire.attach(ddp, thinwire.BF16())" in advice[0]
     assert page.locator("pre").inner_text() == "thinwire bench --links 10mbit,100mbit,1gbit"
+    page.close()
+
+
+def test_one_table_in_the_order_of_time_to_loss_and_the_rest_is_folded(
+    browser: Browser, page_path: Path
+) -> None:
+    page, _ = opened(browser, page_path)
+    section = page.locator("section").first
+    names = section.locator("table").first.locator("tbody th").all_inner_texts()
+    assert names == ["BF16", "torch <b>hook</b>", "DDP", "Diverged", "torch bf16_compress_hook"]
+    assert [table.is_visible() for table in section.locator("table").all()] == [True, False]
+    section.get_by_text("All figures").click()
+    assert section.locator("table").nth(1).is_visible()
+    assert "link floor" in section.locator("table").nth(1).inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_long_command_is_shown_whole_and_names_are_not_broken_into_letters(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    shown, path = results(), tmp_path / "report.html"
+    shown.command = "thinwire bench --programs " + ",".join(f"'PowerSGD(rank={rank})'" for rank in range(40))
+    shown.cells[0].tracks.append(track("PowerSGD(rank=4,factor_dtype='bf16')", "thinwire", 12.345))
+    path.write_text(render(shown), encoding="utf-8")
+    page, _ = opened(browser, path, width=width)
+    assert page.evaluate("(pre => pre.scrollWidth - pre.clientWidth)(document.querySelector('pre'))") == 0
+    assert page.locator("pre").inner_text() == shown.command
+    heights = page.evaluate("[...document.querySelectorAll('section tbody tr')].map(row => row.offsetHeight)")
+    assert max(heights) < 100
+    assert page.get_by_text("PowerSGD, rank 4, factor dtype bf16").count() >= 1
     page.close()
 
 

@@ -4,9 +4,11 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +106,40 @@ def test_only_rank_0_writes_and_logs_overflows_as_facts_the_last_step_too(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["steps.jsonl"]
     log = Log.load(tmp_path / "steps.jsonl")
     assert (log.rank, log.world_size, summarise(log).overflows) == (0, 2, 3)
+
+
+def train_logged(rank: int, world_size: int) -> tuple[list[Any], str, str]:
+    ddp = DDP(mlp())
+    wire = thinwire.attach(ddp, thinwire.Schedule({0: thinwire.Exact(), 2: thinwire.Int8()}))
+    kept, text = Kept(), StringIO()
+    console = telemetry.Console(console=RichConsole(file=text, width=200))
+    with telemetry.watch(ddp, wire, kept, console) as watch:
+        for step in range(4):
+            with ddp.no_sync():  # two batches make a step, and their mean is its loss
+                loss = ddp(batch(rank, step)).sum() * 0 + step
+                watch.log(loss=loss)
+                loss.backward()
+            loss = ddp(batch(rank, step)).sum() * 0 + step + 1
+            loss.backward()
+            watch.log(loss=loss, rate=math.nan if step == 3 else 0.1)
+    with pytest.raises(thinwire.OptionError) as raised:
+        watch.log(loss=torch.ones(3))
+    return kept.rows, text.getvalue(), str(raised.value)
+
+
+def test_a_loop_logs_its_loss_and_rows_have_the_program_and_the_time() -> None:
+    (rows, text, error), (others, _, _) = run_ranks(train_logged, 2)
+    assert others == []
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["log/loss"] for row in rows] == [0.5, 1.5, 2.5, 3.5]
+    assert [row["log/rate"] for row in rows] == [0.1, 0.1, 0.1, None]
+    assert [row.get("program") for row in rows] == ["Exact()", None, "Int8()", None]
+    assert all(before["time"] <= after["time"] for before, after in pairwise(rows))
+    assert text.splitlines()[0].endswith("loss 0.5  rate 0.1")
+    assert "loss is a Tensor of shape (3,), expected one number" in error
+    log = Log.of(rows)
+    assert list(log.logged["loss"].values) == [0.5, 1.5, 2.5, 3.5]
+    assert log.programs == [(0, "Exact()"), (2, "Int8()")]
 
 
 def train_in_pairs(rank: int, world_size: int, folder: str, ranks: Any) -> list[Any]:

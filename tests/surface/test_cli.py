@@ -1,5 +1,6 @@
 """The command line: help, errors in one line, exit codes, data on stdout."""
 
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from thinwire.bench.results import Results
 from thinwire.cli import bench as bench_command
 from thinwire.cli.main import cli
 from thinwire.lab import checks, namespaces
+from thinwire.plan import load
 
 
 def run(*words: str) -> Result:
@@ -124,6 +126,18 @@ def test_a_plan_of_many_world_sizes_is_a_line_each() -> None:
     assert [line.split()[0] for line in result.stdout.splitlines() if "hosts" in line] == [
         str(1 << bit) for bit in range(1, 5)
     ]
+
+
+def test_a_plan_on_a_busy_machine_says_that_it_is_uncertain(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "plan --parameters 1e6 --compute 0.1s --hosts 2 --link 1gbit --programs Int8"
+    seconds = itertools.count(0, 10_000)
+    monkeypatch.setattr(load, "machine_seconds", lambda: float(next(seconds)))
+    assert "Uncertain: other processes used" in run(*words.split()).stdout
+    assert json.loads(run(*words.split(), "--json").stdout)["timing"]["busy"] is True
+    monkeypatch.setattr(load, "machine_seconds", lambda: 0.0)
+    quiet = run(*words.split())
+    assert "Uncertain" not in quiet.stdout
+    assert "Measured with" in quiet.stdout
 
 
 def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:

@@ -148,3 +148,11 @@ def test_advice_says_which_averaged_models_were_exchanged_too_seldom() -> None:
     own = dataclasses.replace(fast[0], text="mine.averaging:Own(period=1)")
     unknown = dataclasses.replace(fast[0], text="OfAnotherVersion(period=1)")
     assert "exchanges" not in advice(cell(PLAIN, own, unknown))
+
+
+def test_advice_says_that_it_is_uncertain_if_the_machine_was_busy() -> None:
+    quiet = cell(PLAIN, HALF, TORCH)
+    quiet.cores, quiet.other_cores = 2, 0.1
+    assert "Uncertain" not in advise(quiet).text
+    quiet.other_cores = 1.4
+    assert "Uncertain: other processes used 1.4 of this machine's 2 cores" in advise(quiet).text

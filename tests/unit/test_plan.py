@@ -1,6 +1,8 @@
 """The planner: the formula's properties, bytes told by programs, and recommendations."""
 
 import math
+import os
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,17 +16,22 @@ import thinwire
 from tests.simulated import bytes_of
 from thinwire import Bucket, Memory, OptionError, Outcome, Program, Steps
 from thinwire.bench.parsing import parse_program
+from thinwire.bench.workloads import WORKLOADS
+from thinwire.plan import load as load_module
+from thinwire.plan import planner as planner_module
 from thinwire.plan.candidates import DEFAULTS, PLAIN_DDP, Candidate, exchanges_of, outer_bytes
 from thinwire.plan.compute import assumed, measure, transformer_shapes
 from thinwire.plan.cost import Chunk, Compute, averaged_cost, step_cost
 from thinwire.plan.encode import Speeds
-from thinwire.plan.gaps import Gap, Known, shipped
+from thinwire.plan.gaps import TRANSFORMER, Gap, Known, kind_of, shipped
+from thinwire.plan.load import Load, LoadMeter, measuring
 from thinwire.plan.network import HOST_RATE, Link, Network, Transfer
 from thinwire.plan.planner import Planner, Row
 from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import Limits, recommend
 from thinwire.plan.traffic import Layout, handed_over, traffic
 from thinwire.programs.naming import short
+from thinwire.strategies.averaging.anchors import split_evenly
 
 SHAPES = {"head": torch.Size((256, 64)), "norm": torch.Size((64,)), "up": torch.Size((64, 256))}
 COMPUTE = Compute(begin=0.02, arrivals=(0.04, 0.06, 0.1), backward=0.1, optimizer=0.01)
@@ -345,3 +352,129 @@ def test_many_ranks_take_a_moment() -> None:
     sent = [sum(one.sent for one in traffic(layout, ranks, 0).transfers) for ranks in (64, 4096)]
     assert sent[1] < 1.1 * sent[0]
     assert math.isfinite(sum(Speeds().seconds(layout, 4096, 0)))
+
+
+def test_thousands_of_parameters_are_laid_out_once_and_few_of_them_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    laid_out = []
+
+    def counted(*given: Any) -> Any:
+        laid_out.append(given)
+        return handed_over(*given)
+
+    monkeypatch.setattr(planner_module, "handed_over", counted)
+    shapes = {f"w{number}": torch.Size((2 + number % 3, 2)) for number in range(2000)}
+    planner = Planner(assumed(shapes, 0.1))
+    _, row = planner.rows([Candidate.of("Int8", thinwire.Int8())], network(1e6, 2), Known())
+    assert math.isfinite(row.cost.step)
+    assert len(laid_out) == 1, "a crossover lays the model out again for each rate"
+    (speed,) = planner.speeds._known.values()
+    assert speed.numbers == pytest.approx(sum(shape.numel() for shape in shapes.values()) / 8, rel=0.05)
+
+
+def test_a_slow_program_is_timed_in_few_rounds_and_for_one_layout() -> None:
+    calls = []
+
+    def slow_program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        calls.append(bucket)
+        time.sleep(0.2)
+        total = yield thinwire.AllReduce(bucket.buffer)
+        return Outcome(mean=total / bucket.world_size)
+
+    speeds = Speeds()
+    for width in range(4, 12):
+        layout = Layout("slow", (torch.Size((width, width)),), (), slow_program)
+        assert sum(speeds.seconds(layout, 2, 0)) > 0
+    assert len(calls) == 3, "one round to warm up and two to compare"
+
+
+def test_many_parameters_are_split_into_fragments_in_linear_time() -> None:
+    class Counting(dict[str, int]):
+        reads = 0
+
+        def __getitem__(self, name: str) -> int:
+            self.reads += 1
+            return super().__getitem__(name)
+
+    sizes = Counting({f"w{number}": number % 7 for number in range(3000)})
+    assert sum(map(len, split_evenly(sizes, 2))) == 3000
+    assert sizes.reads <= 3 * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("cores", "others", "needed", "busy"),
+    [(2, 0.1, 1, False), (2, 0.9, 1, False), (2, 1.6, 1, True), (64, 40.0, 8, False), (2, None, 2, False)],
+)
+def test_a_machine_is_busy_if_others_use_cores_that_the_timed_work_needs(
+    cores: int, others: float | None, needed: float, busy: bool
+) -> None:
+    load = Load(cores=cores, others=others, needed=needed)
+    assert load.busy is busy
+    assert load.doubt().startswith(" Uncertain: other processes used 1.6") is busy
+
+
+def test_the_load_is_the_time_of_others_and_not_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 0.0, "all": 100.0, "own": 1.0}
+    monkeypatch.setattr(load_module, "time", SimpleNamespace(perf_counter=lambda: clock["wall"]))
+    monkeypatch.setattr(load_module, "machine_seconds", lambda: clock["all"])
+    monkeypatch.setattr(load_module, "own_seconds", lambda: clock["own"])
+    one, four = LoadMeter(), LoadMeter(copies=4)
+    clock.update({"wall": 10.0, "all": 125.0, "own": 6.0})
+    assert one.read().others == pytest.approx(2.0)
+    assert four.read().others == pytest.approx(0.5)
+    monkeypatch.setattr(load_module, "machine_seconds", lambda: None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    assert LoadMeter().read().others == 3.0
+
+
+def test_a_plan_measures_with_the_threads_of_training_and_restores_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        with measuring() as timing:
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        assert "1 thread (as torchrun sets it" in str(timing)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        with measuring() as timing:
+            assert torch.get_num_threads() == 2
+        assert "2 threads (OMP_NUM_THREADS=2)" in str(timing)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gaps_of_another_kind_of_model_are_unknown_and_better_losses_are_no_promise() -> None:
+    gpt, conv = WORKLOADS["gpt-1m"].model(), WORKLOADS["conv"].model()
+    assert (kind_of(gpt), kind_of(conv)) == (TRANSFORMER, "")
+    assert kind_of(torch.nn.TransformerEncoderLayer(8, 2)) == TRANSFORMER
+    diloco = parse_program("DiLoCo(period=16, program=Int4())")
+    here, there = (Known(steps=20_000, kind=kind_of(model)).gap(diloco) for model in (gpt, conv))
+    assert here is not None
+    assert there is not None
+    assert here.value < 0
+    assert str(here) == "none measured (gpt-1m, 1.3 M, 4096 steps)"
+    assert str(there) == "unknown for this kind of model"
+
+
+def test_gradient_programs_are_advised_first_and_averaged_models_as_the_alternative() -> None:
+    texts = ("Int4", "DiLoCo(period=16, program=Int4())")
+    here = rows(1e7, texts, Known(steps=20_000, kind=TRANSFORMER))
+    advice = recommend(here, network(1e7, 2), Limits())
+    assert advice.row is here[1]
+    assert advice.alternative is here[2]
+    assert "use Int4()" in advice.text
+    assert "Alternative: DiLoCo(period=16, program=Int4())" in advice.text
+    there = rows(1e7, texts, Known(steps=20_000))
+    advice = recommend(there, network(1e7, 2), Limits())
+    assert advice.row is there[1]
+    assert advice.alternative is None
+    assert "unknown for this kind of model; elsewhere +0.17 % (gpt-1m" in advice.text
+    assert "Faster, but its loss gap is unknown for this kind of model: DiLoCo" in advice.text
+    alone = recommend(here, network(1e7, 2), Limits(exclude=["int4"]))
+    assert alone.row is here[2]
+    assert "No gradient program pays" in alone.text

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,18 @@ from thinwire import StateError
 from thinwire.report.training import render
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import summarise
-from thinwire.report.training_words import event_text, notes, parameter_rows, trust, worth
+from thinwire.report.training_words import (
+    dates,
+    event_text,
+    losses,
+    notes,
+    parameter_rows,
+    programs,
+    step_time,
+    trust,
+    verdict,
+    worth,
+)
 from thinwire.telemetry.log import Log, is_log
 from thinwire.telemetry.sinks import Row
 
@@ -66,9 +78,9 @@ def test_totals_of_all_purposes_and_what_the_exact_mean_would_take() -> None:
     assert summary.sent_per_step == 19_000
     assert summary.saving == 50, "of the audited exchange alone"
     assert summary.wire == pytest.approx(0.8)
-    assert summary.exposed_share == pytest.approx(0.5)
+    assert summary.exposed == pytest.approx(0.4)
     assert "3 steps sent 57 kB in total, 19 kB a step; 88% of it for audits" in worth(summary)
-    assert "backward waited for it for 400 ms, 50% of that" in worth(summary)
+    assert "In total, backward waited 400 ms" in worth(summary)
 
 
 def test_several_exchanges_of_parameters_are_one_step_and_no_overflow() -> None:
@@ -246,3 +258,80 @@ def test_results_and_other_files_are_no_logs(tmp_path: Path) -> None:
     assert not is_log(written(tmp_path / "metrics.jsonl", '{"loss": 0.5}\n'))
     assert not is_log(tmp_path / "missing.jsonl")
     assert not is_log(tmp_path)
+
+
+def timed(step: int, time: float, *, sent: int = 1000, loss: float | None = 1.0, **more: Any) -> Row:
+    """A step with the time at which the next one began, of a model whose plain DDP sends 4000 bytes."""
+    return exchange(step, sent=sent) | {"time": time, "ddp_bytes": 4000, "log/loss": loss} | more
+
+
+def test_compressed_steps_are_compared_with_the_exact_ones_of_the_log() -> None:
+    exact = [timed(step, 0.4 * step, sent=4000, loss=5.0 - step) for step in range(4)]
+    exact[0]["program"] = "Exact()"
+    compressed = [timed(step, 1.2 + 0.1 * (step - 3), loss=1.0) for step in range(4, 10)]
+    compressed[0]["program"] = "Int8()"
+    log = Log.of([*exact, *compressed])
+    summary = summarise(log)
+    assert summary.exact_steps == 3
+    assert summary.exact_step == pytest.approx(0.4)
+    assert summary.step == pytest.approx(0.1)
+    assert verdict(log, summary).startswith("It pays: a step takes 100 ms, with exact gradients 400 ms.")
+    assert "(3 steps of this log): 4.00 x as fast" in step_time(summary)
+    assert programs(log) == "Exact(), from step 4 Int8()"
+    assert losses(log) == "1 at step 9, 5 at step 0"
+    assert dates(summary) == "1970-01-01 00:00 to 00:00 UTC (1.8 s)"
+    slow = Log.of([*exact, *(timed(step, 0.4 * step) for step in range(4, 10))])
+    assert verdict(slow, summarise(slow)).startswith("It does not pay")
+
+
+def test_steps_that_cannot_be_compared_are_not() -> None:
+    rows = [timed(step, 0.1 * step) for step in range(5)]
+    log = Log.of(rows)
+    summary = summarise(log)
+    assert summary.exact_step is None
+    assert "no exact steps to compare with" in verdict(log, summary)
+    assert "Schedule({0: Exact(), 20: Int8()})" in step_time(summary)
+    audited = exchange(5, audit=4000) | {"time": 99.0, "ddp_bytes": 4000}
+    resumed = timed(2, 500.0)
+    assert summarise(Log.of([*rows, audited, resumed])).step == pytest.approx(0.1)
+
+
+def test_steps_of_averaged_models_take_the_mean_with_their_exchanges() -> None:
+    rows: list[Row] = [timed(0, 0.0, sent=0)]
+    for step in range(1, 9):
+        rows.append(timed(step, rows[-1]["time"] + (0.9 if step % 4 == 0 else 0.1), sent=0))
+        if step % 4 == 0:
+            rows.append(exchange(step, purpose="models", sent=4000) | {"time": rows[-1]["time"]})
+    assert summarise(Log.of(rows)).step == pytest.approx(0.3)
+
+
+def test_a_loss_that_is_no_number_is_the_verdict() -> None:
+    rows = [timed(0, 0.0, loss=3.0), *(timed(step, 0.1, loss=None) for step in range(1, 4))]
+    log, overflowed = Log.of(rows), Log.of(rows[:2])
+    assert verdict(log, summarise(log)) == "Training failed: the loss is not finite since step 1."
+    assert losses(log) == "not finite at step 3, 3 at step 0"
+    assert "failed" not in verdict(overflowed, summarise(overflowed))
+
+
+def test_what_an_older_log_does_not_tell_is_said() -> None:
+    log = Log.of(old(step) for step in range(3))
+    summary = summarise(log)
+    assert "watch.log(loss=loss)" in losses(log)
+    for told in (programs(log), dates(summary), step_time(summary), verdict(log, summary)):
+        assert "not known" in told
+
+
+def test_waiting_is_told_by_step_and_not_as_a_share_of_another_time() -> None:
+    rows = [exchange(step) | {"exposed_seconds": 0.212} for step in range(10)]
+    text = worth(summarise(Log.of(rows)))
+    assert "In an average step a collective was in flight for 200 ms, and backward waited 212 ms" in text
+    assert "%" not in text
+
+
+def test_names_from_a_log_stay_text_on_its_page() -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    rows = [timed(step, 0.1 * step) | {f"log/{hostile}": 1.0} for step in range(3)]
+    rows[0]["program"] = hostile
+    page = render(Log.of(rows), hostile)
+    assert hostile not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page

@@ -11,6 +11,7 @@ from thinwire.bench.results import Cell, Results
 from thinwire.bench.summary import Quartiles, Row, rows
 from thinwire.bench.words import percent
 from thinwire.errors import OptionError
+from thinwire.plan.load import Load
 
 _SAME_LOSS = 3
 """Decimals of a loss gap that count when safety is compared: differences below 0.1 % are chance."""
@@ -51,6 +52,7 @@ def advise(cell: Cell) -> Advice:
         )
     spent = f"plain DDP spends {_share_beyond(plain):.0%} of a step beyond computing"
     warning = _too_short(cell) + _too_few_exchanges(others, _steps(cell))
+    warning += Load(cores=cell.cores, others=cell.other_cores).doubt()
     tied = _fastest([row for row in others if _is_better(row, plain)])
     if not tied:
         reason = "no contestant reached its loss clearly sooner"

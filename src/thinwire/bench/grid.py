@@ -28,9 +28,12 @@ from thinwire.lab.namespaces import Lab
 from thinwire.lab.network import MOST_HOSTS, plan
 from thinwire.lab.rate import parse_rate
 from thinwire.lab.run import run_on
+from thinwire.plan.load import LoadMeter
 from thinwire.version import __version__
 
 LOOPBACK = "loopback"
+THREADS = "threads per rank"
+"""The name of the threads among a machine's facts."""
 _LOST = (
     "WireError",
     "Connection ",
@@ -250,10 +253,14 @@ def _on_round(on_progress: OnProgress, label: str, kind: str, done: int) -> None
 def _measure(grid: Grid, hosts: int, link: str, on_round: OnRound, on_line: Callable[[str], None]) -> Cell:
     with _network(hosts, link) as (where, words):
         task = grid.task(steps=grid.rounds, probe=link == LOOPBACK, overtime=grid.timed is None)
+        meter = LoadMeter()
         reported = _run(where, task, on_line, on_round)
+        load = meter.read()
     rate = reported["rate"] if link == LOOPBACK else parse_rate(link)
     tracks = [Track(**track) for track in reported["tracks"]]
-    return Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)
+    cell = Cell(grid.workload, hosts, link, words, rate, reported["parameters"], tracks)
+    cell.cores, cell.other_cores = load.cores, load.others
+    return cell
 
 
 @contextmanager
@@ -347,5 +354,5 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "thinwire": __version__,
-        "threads per rank": os.environ.get("OMP_NUM_THREADS", "cores / hosts"),
+        THREADS: os.environ.get("OMP_NUM_THREADS", "cores / hosts"),
     }

@@ -13,6 +13,7 @@ from thinwire.bench.results import Cell, Results, Track
 from thinwire.bench.worker import served_store, work
 from thinwire.errors import OptionError, StateError
 from thinwire.lab.rate import show_rate
+from thinwire.plan.load import LoadMeter
 
 LINK = "this network"
 _FIRST_SEED = 1000
@@ -66,7 +67,9 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
             for seed in range(1, grid.seeds):
                 work(grid.task(losses=True, seed=seed), listen, number=_FIRST_SEED + seed)
                 losses.append(reported["losses"])
+        meter = LoadMeter(copies=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         work(grid.task(probe=True), listen)
+        load = meter.read()
     if os.environ["RANK"] != "0":
         return None
     tracks = [Track(**track) for track in reported["tracks"]]
@@ -74,6 +77,7 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
     rate = reported["rate"]
     network = os.environ.get("THINWIRE_LAB") or f"{hosts} ranks at {show_rate(rate)} (measured)"
     cell = Cell(grid.workload, hosts, LINK, network, rate, reported["parameters"], tracks)
+    cell.cores, cell.other_cores = load.cores, load.others
     results = Results(command, {"workload": grid.workload, "steps": grid.steps}, machine(), [cell])
     results.save(path, summarize(results))
     return results

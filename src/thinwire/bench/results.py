@@ -78,6 +78,8 @@ class Cell:
         parameters: The number of the model's parameters.
         tracks: The measurements of each contestant.
         error: Why the cell failed and has no tracks, or None.
+        cores: The cores of the machine that measured it. 0 if not known.
+        other_cores: Cores that other processes used meanwhile, on average. None if not known.
     """
 
     workload: str
@@ -88,6 +90,8 @@ class Cell:
     parameters: int = 0
     tracks: list[Track] = field(default_factory=list)
     error: str | None = None
+    cores: int = 0
+    other_cores: float | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:

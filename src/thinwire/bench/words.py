@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from thinwire.bench.results import Track
 from thinwire.bench.rivals import ONE_BUCKET_MB
 from thinwire.bench.summary import Row
 
@@ -10,6 +11,12 @@ FLOOR = ("buckets", "link floor", "floor", "vs floor")
 LOSS = ("loss", "vs DDP", "loss at time", "to DDP's loss")
 COST = ("meter", "device", "encode", "wire", "exposed", "memory")
 
+COMPACT = ("to DDP's loss", "step", "speed-up", "sent per step", "loss gap", "memory")
+
+SHORT_LEGEND = (
+    "to DDP's loss: training time until within 0.5 % of plain DDP's final loss. speed-up: plain DDP's step"
+    " over its own. sent per step: by one rank. loss gap: after equal steps, against plain DDP."
+)
 LEGEND = (
     "step: median time of forward, backward and update; of averaged models the mean over a period. speed-up:"
     " against plain DDP, median of the rounds' ratios (quartiles). vs BF16, vs torch: the same against BF16()"
@@ -23,6 +30,31 @@ LEGEND = (
     " wire: time with a collective in flight. exposed: time that backward waits for the network."
     " memory: peak of a rank that trains only this contestant."
 )
+
+
+def compact_of(row: Row) -> list[str]:
+    """Return the figures named by COMPACT as text."""
+    _, gap, _, reached = loss_of(row)
+    sent = row.device_bytes if row.meter_bytes is None else row.meter_bytes
+    speed_up = _times(row.speed_up[1] if row.speed_up else None)
+    step = _milliseconds(row.step[1] if row.step else None)
+    return [reached, step, speed_up, _bytes(sent), gap, _bytes(row.peak_memory)]
+
+
+def plain_name(one: Row | Track) -> str:
+    """Return a contestant's name without Python's brackets and quotes, for headings and legends.
+
+    >>> plain_name(Track("DiLoCo(period=16,program=Int4())", "thinwire", ""))
+    'DiLoCo, period 16, Int4'
+    >>> plain_name(Track("PowerSGD(rank=4, factor_dtype='bf16')", "thinwire", ""))
+    'PowerSGD, rank 4, factor dtype bf16'
+    """
+    if one.kind != "thinwire":
+        return one.name
+    name = one.name.replace("()", "").replace("program=", "")
+    for sign, instead in (("(", ", "), (")", ""), ("=", " "), ("'", ""), ('"', ""), ("_", " ")):
+        name = name.replace(sign, instead)
+    return ", ".join(part.strip() for part in name.split(",") if part.strip())
 
 
 def speed_of(row: Row) -> list[str]:

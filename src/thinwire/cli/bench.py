@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from thinwire.bench.advice import advise, summarize
-from thinwire.bench.grid import LOOPBACK, Grid, run_grid
+from thinwire.bench.grid import LOOPBACK, THREADS, Grid, run_grid
 from thinwire.bench.parsing import PROGRAMS, split_programs
 from thinwire.bench.real import LINK, run_here, under_torchrun
 from thinwire.bench.results import Results
@@ -19,6 +19,7 @@ from thinwire.cli.progress import progress
 from thinwire.cli.table import tables, title
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.lab.namespaces import way_in
+from thinwire.plan.load import Load
 
 
 @click.command()
@@ -174,4 +175,7 @@ def _show(results: Results, *, as_json: bool) -> None:
         if advice.line:
             out.print(f"\n    {advice.line}", style="bold")
         out.print()
+        if cell.cores:
+            load, threads = Load(cores=cell.cores, others=cell.other_cores), results.machine.get(THREADS)
+            err.print(f"measured with {threads} threads per rank, while {load}", style="dim")
     err.print(LEGEND, style="dim")

@@ -17,6 +17,7 @@ from thinwire.cli.plan_checks import check_log, check_results, show_checks
 from thinwire.cli.plan_request import Request
 from thinwire.cli.plan_tables import show_plan, show_sizes
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.plan.load import measuring
 from thinwire.plan.network import Network
 from thinwire.plan.probe import probe_group
 from thinwire.plan.recommend import MAX_GAP, recommend
@@ -76,7 +77,9 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> 
     torchrun --nnodes 2 ... -m thinwire plan --model mypackage.train:build
     """  # noqa: D301 - click needs the control character \b, not a raw string
     if check is not None and not is_log(check):
-        show_checks(check_results(Results.load(check)), as_json=as_json)
+        with measuring():
+            checks = check_results(Results.load(check))
+        show_checks(checks, as_json=as_json)
         return
     request = Request(**given)
     if plot is not None:
@@ -89,25 +92,28 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> 
                 _answer(request, [network], as_json=as_json)
         return
     if check is not None:
-        show_checks({str(check): [check_log(request, Log.load(check))]}, as_json=as_json)
+        with measuring():
+            predicted = check_log(request, Log.load(check))
+        show_checks({str(check): [predicted]}, as_json=as_json)
         return
     _answer(request, request.networks(), as_json=as_json)
 
 
 def _answer(request: Request, networks: list[Network], *, as_json: bool) -> None:
     """Plan for every network, and print the tables."""
-    planner, candidates = request.planner(networks[0].ranks), request.candidates()
-    known, limits = request.known(), request.limits()
-    plans = []
-    for network in networks:
-        for one in candidates:
-            one.validate(planner.measured.shapes, network.ranks)
-        rows = planner.rows(candidates, network, known)
-        plans.append((network, rows, recommend(rows, network, limits, request.steps)))
+    with measuring() as timing:
+        planner, candidates = request.planner(networks[0].ranks), request.candidates()
+        known, limits = request.known(), request.limits()
+        plans = []
+        for network in networks:
+            for one in candidates:
+                one.validate(planner.measured.shapes, network.ranks)
+            rows = planner.rows(candidates, network, known)
+            plans.append((network, rows, recommend(rows, network, limits, request.steps)))
     if len(plans) == 1:
-        show_plan(*plans[0][1:], as_json=as_json)
+        show_plan(*plans[0][1:], timing, as_json=as_json)
     else:
-        show_sizes(plans, as_json=as_json)
+        show_sizes(plans, timing, as_json=as_json)
 
 
 def _draw(request: Request, path: Path, *, as_json: bool) -> None:
@@ -117,12 +123,13 @@ def _draw(request: Request, path: Path, *, as_json: bool) -> None:
     except ModuleNotFoundError as error:
         raise UnavailableError(f"the page needs {error.name}: pip install plotly") from error
     networks, candidates = request.networks(), request.candidates()
-    planner = request.planner(networks[0].ranks)
-    for one in candidates:
-        for network in networks:
-            one.validate(planner.measured.shapes, network.ranks)
-    found = scale(planner, candidates, networks, request.known(), request.limits())
-    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), request.words())
+    with measuring() as timing:
+        planner = request.planner(networks[0].ranks)
+        for one in candidates:
+            for network in networks:
+                one.validate(planner.measured.shapes, network.ranks)
+        found = scale(planner, candidates, networks, request.known(), request.limits())
+    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}".rstrip("."))
     write_page(path, page, as_json=as_json)
 
 

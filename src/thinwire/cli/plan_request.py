@@ -16,7 +16,7 @@ from thinwire.errors import OptionError
 from thinwire.plan.candidates import DEFAULTS, Candidate
 from thinwire.plan.compute import Measured, assumed, measure, shapes_of, transformer_shapes
 from thinwire.plan.encode import Speeds, contention
-from thinwire.plan.gaps import Known
+from thinwire.plan.gaps import TRANSFORMER, Known, kind_of
 from thinwire.plan.network import FRAMING, Link, Network
 from thinwire.plan.planner import Planner
 from thinwire.plan.recommend import Limits
@@ -66,7 +66,7 @@ class Request:
     def known(self) -> Known:
         """Return the measured loss gaps."""
         own = {} if self.results is None else measured_gaps(Results.load(self.results))
-        return Known(own=own, steps=self.steps)
+        return Known(own=own, steps=self.steps, kind=self.measured.kind)
 
     def candidates(self) -> list[Candidate]:
         """Return what to compare with plain DDP."""
@@ -128,7 +128,7 @@ class Request:
             raise OptionError(f"parameters={self.parameters:g} must be at least 1: give a count such as 7e9")
         if seconds is None:
             raise OptionError("parameters needs --compute: give the time of a step, such as --compute 0.4s")
-        return assumed(transformer_shapes(self.parameters), seconds)
+        return assumed(transformer_shapes(self.parameters), seconds, TRANSFORMER)
 
 
 def _of_model(name: str, seconds: float | None) -> Measured:
@@ -141,7 +141,7 @@ def _of_model(name: str, seconds: float | None) -> Measured:
         workload = find_workload(name)
         with torch.device("meta"):
             built = call_users(workload.build, f"model={name!r} on the device meta")
-        return assumed(shapes_of(built), seconds)
+        return assumed(shapes_of(built), seconds, kind_of(built))
 
 
 def world_sizes(text: str | None) -> list[int]:

@@ -20,7 +20,8 @@ def report(file: Path, path: Path | None, as_json: bool) -> None:
     """Make a self-contained HTML page from FILE (default: bench.json), and print its path.
 
     FILE is a results file of thinwire bench, or a training log of telemetry.JsonLines. The training may be
-    finished or still running. The page of a log shows bytes, times, audits and the actions that followed.
+    finished or still running. The page of a log shows a verdict, the loss, the time of a step, bytes, audits
+    and the actions that followed.
 
     Try:
 

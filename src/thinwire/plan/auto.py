@@ -18,7 +18,7 @@ from thinwire.errors import OptionError
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.compute import assumed, cores_per_rank
 from thinwire.plan.encode import Speeds, contention
-from thinwire.plan.gaps import Known
+from thinwire.plan.gaps import Known, kind_of
 from thinwire.plan.network import Network
 from thinwire.plan.planner import Planner
 from thinwire.plan.probe import Probe
@@ -58,8 +58,9 @@ class Auto(Configuration):
     saved state, so a resumed run continues with it and does not plan again.
 
     Args:
-        max_gap: The largest expected loss gap, as a share of the loss. Programs with an unknown gap are not
-            chosen.
+        max_gap: The largest expected loss gap, as a share of the loss. Programs whose gap was never
+            measured are not chosen. Gaps were measured on transformers. For other models they are the only
+            evidence, and the reason says so.
         max_memory: The most bytes beyond plain DDP's memory. None for no limit.
         candidates: The gradient programs to choose from.
         after: Steps that are timed before the plan.
@@ -211,7 +212,8 @@ class AutoStrategy(Strategy):
         size = model.bucket_bytes
         cap = None if size is None or size == BUCKET else size / (1 << 20)
         candidates = [Candidate(short(one), one, cap) for one in self.config.candidates]
-        rows = planner.rows(candidates, network, Known(steps=self.config.steps))
+        known = Known(steps=self.config.steps, kind=kind_of(model.module("Auto")))
+        rows = planner.rows(candidates, network, known)
         limits = Limits(gap=self.config.max_gap, memory=self.config.max_memory)
         advice = recommend(rows, network, limits, self.config.steps)
         index = -1 if advice.row is None else candidates.index(advice.row.candidate)

@@ -13,6 +13,7 @@ from torch import nn
 from thinwire.errors import OptionError
 from thinwire.plan.cost import Compute
 from thinwire.plan.encode import copy_rate
+from thinwire.plan.gaps import kind_of
 from thinwire.plan.traffic import Shapes
 
 _ROUNDS, _MOST_SECONDS = 7, 8.0
@@ -33,11 +34,13 @@ class Measured:
         shapes: The shapes of the parameters in the order in which backward computes their gradients.
         compute: The times.
         source: Where the times come from, in words.
+        kind: The kind of the model, see `thinwire.plan.gaps.kind_of`.
     """
 
     shapes: Shapes
     compute: Compute
     source: str
+    kind: str = ""
 
 
 def cores_per_rank(ranks_here: int = 1) -> float:
@@ -75,7 +78,8 @@ def measure(model: nn.Module, batch: Callable[[int], Any], make: MakeOptimizer) 
     shapes = {name: one.shape for name, one in model.named_parameters()}
     order = rounds[-1][0]
     times = [values for _, values in rounds[1:]]
-    return Measured({name: shapes[name] for name in order}, _compute(times), "measured here")
+    found = {name: shapes[name] for name in order}
+    return Measured(found, _compute(times), "measured here", kind_of(model))
 
 
 def _round(
@@ -118,12 +122,13 @@ def _deviation(values: Sequence[float]) -> float:
     return (high - low) / _QUARTILES
 
 
-def assumed(shapes: Shapes, seconds: float) -> Measured:
+def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
     """Return a step of a given time, of which a third is forward, with gradients in proportion to size.
 
     Args:
         shapes: The shapes of the parameters in the order of gradients.
         seconds: The time of a step without communication.
+        kind: The kind of the model.
     """
     begin, backward = _FORWARD * seconds, (1 - _OPTIMIZER) * seconds
     total, done, arrivals = sum(shape.numel() for shape in shapes.values()), 0, []
@@ -138,7 +143,7 @@ def assumed(shapes: Shapes, seconds: float) -> Measured:
         copy_rate=copy_rate(),
         cores=cores_per_rank(),
     )
-    return Measured(shapes, compute, "given")
+    return Measured(shapes, compute, "given", kind)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

@@ -3,9 +3,11 @@
 A layout is run on random numbers, one rank in this process, each collective answered at once. Time before
 each collective, and after the last, is a stage of its own. Layouts that are too large, or too many, take the
 time of the measured one with the nearest size, in proportion to their numbers. With more than a few ranks
-the time grows linearly in their number.
+the time grows linearly in their number. The time of the measurement itself is limited, so that a plan takes
+seconds for thousands of parameters, and on a busy machine.
 """
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -20,7 +22,11 @@ from thinwire.programs.program import Outcome
 
 _NUMBERS = 1 << 22
 """The most numbers of a layout that is measured."""
-_ROUNDS = 9
+_PARAMETERS = 256
+"""The most parameters of a layout that is measured."""
+_ROUNDS, _FEWEST_ROUNDS = 9, 2
+_MOST_SECONDS = 0.25
+"""The time after which a measurement ends, and other layouts of a program are not measured."""
 _MOST_RANKS, _FEW_RANKS = 8, 2
 _SIGNIFICANT = 1.2
 """The least ratio of two times that are more than chance apart."""
@@ -74,6 +80,7 @@ class Speeds:
     factor: float = 1.0
     _known: dict[tuple[Layout, int], Speed] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
+    _spent: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, layout: Layout, ranks: int, step: int) -> tuple[float, ...]:
         """Return the time of each stage of a layout."""
@@ -89,17 +96,20 @@ class Speeds:
     def _speed(self, layout: Layout, ranks: int, step: int) -> Speed:
         key = (layout, ranks)
         if key not in self._known:
-            used = self._used.get(layout.text, 0)
+            used, spent = self._used.get(layout.text, 0), self._spent.get(layout.text, 0.0)
             similar = [
                 (one, speed)
                 for (one, count), speed in self._known.items()
                 if one.text == layout.text and count == ranks
             ]
-            if similar and (used + layout.numbers > self.budget or layout.numbers > _NUMBERS):
+            enough = used + layout.numbers > self.budget or spent > _MOST_SECONDS
+            if similar and (enough or layout.numbers > _NUMBERS):
                 nearest = min(similar, key=lambda pair: abs(pair[0].numbers - layout.numbers))
                 return nearest[1]
-            self._used[layout.text] = used + layout.numbers
+            started = time.perf_counter()
             self._known[key] = measure(layout, ranks, step)
+            self._used[layout.text] = used + layout.numbers
+            self._spent[layout.text] = spent + time.perf_counter() - started
         return self._known[key]
 
 
@@ -107,7 +117,7 @@ def measure(layout: Layout, ranks: int, step: int) -> Speed:
     """Measure the time of each stage of a layout on this machine.
 
     Args:
-        layout: The layout. A large one is cut to its first parameters, and a large parameter to some rows.
+        layout: The layout. A large one is cut to some of its parameters, and a large parameter to some rows.
         ranks: The number of ranks.
         step: The step, as some programs begin with others.
     """
@@ -125,17 +135,22 @@ def measure(layout: Layout, ranks: int, step: int) -> Speed:
 
 
 def _cut(layout: Layout) -> Layout:
-    """Return a layout of at most `_NUMBERS` numbers, with the first parameters and as many rows as fit."""
+    """Return a layout of at most `_NUMBERS` numbers, with as many parameters and rows as fit.
+
+    Of many parameters, some are taken at equal distances, so that sizes are mixed as in all of them.
+    """
     shapes: list[torch.Size] = []
     left = _NUMBERS
-    for shape in layout.shapes:
+    places = range(0, len(layout.shapes), math.ceil(len(layout.shapes) / _PARAMETERS))
+    for shape in (layout.shapes[place] for place in places):
         rest = shape.numel() // shape[0] if len(shape) else 1
         rows = min(shape[0], max(1, left // max(1, rest))) if len(shape) else 1
         shapes.append(torch.Size((rows, *shape[1:])) if len(shape) else shape)
         left -= shapes[-1].numel()
         if left <= 0:
             break
-    exact = tuple(place for place in layout.exact if place < len(shapes))
+    were_exact = set(layout.exact)
+    exact = tuple(number for number in range(len(shapes)) if places[number] in were_exact)
     return Layout(layout.text, tuple(shapes), exact, layout.program)
 
 
@@ -144,12 +159,15 @@ def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], fl
 
     The fastest time is the one that other processes have disturbed least.
     """
-    memory, rounds = Memory(), []
+    memory, rounds = Memory(), list[list[float]]()
     numbers = torch.empty(layout.numbers, dtype=torch.float32, device="cpu").normal_(
         generator=torch.Generator().manual_seed(0)
     )
+    begun = time.perf_counter()
     with torch.no_grad():
         for number in range(_ROUNDS + 1):
+            if len(rounds) > _FEWEST_ROUNDS and time.perf_counter() - begun > _MOST_SECONDS:
+                break
             staged, seconds = memory.staged(), list[float]()
             bucket = layout.bucket(numbers.clone(), ranks, step + number)
             for _ in rehearse(_clocked(layout.program(bucket, staged), seconds), 0, ranks):

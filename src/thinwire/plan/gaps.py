@@ -1,5 +1,8 @@
 """Loss gaps that were measured: after equal steps, relative to plain DDP. Others are unknown, not zero.
 
+A gap says little about another kind of model. All shipped ones are of transformers. For other models they
+are shown as unknown, and only serve to rule out gradient programs that lost too much.
+
 `gaps.json` holds the tables of docs/benchmarks.md and docs/design/decisions.md, with the command of each. A
 results file of `thinwire bench` on the user's own model takes precedence (`thinwire.bench.predict`).
 """
@@ -7,11 +10,20 @@ results file of `thinwire bench` on the user's own model takes precedence (`thin
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
+from torch import nn
+
 from thinwire.programs.naming import short
+
+TRANSFORMER = "transformer"
+_SIGNS = ("attention", "transformer", "gpt")
+"""Parts of the names of a transformer's layers."""
+_VISIBLE = 0.00005
+"""The least gap that two decimals of a per cent show."""
+UNKNOWN_KIND = "unknown for this kind of model"
 
 EXACT = ("DDP", "Exact()")
 """What averages exactly, so that its gap is 0 except for the order of sums."""
@@ -28,6 +40,7 @@ class Gap:
         parameters: The number of its parameters.
         steps: The number of steps.
         command: The command that measured it.
+        elsewhere: Whether it was measured on another kind of model.
     """
 
     value: float
@@ -36,12 +49,21 @@ class Gap:
     parameters: int = 0
     steps: int = 0
     command: str = ""
+    elsewhere: bool = False
 
     def __str__(self) -> str:
-        text = f"{100 * self.value:+.2f} %".replace("-0.00", "+0.00")
+        return UNKNOWN_KIND if self.elsewhere else self.measured
+
+    @property
+    def measured(self) -> str:
+        """The measurement in words, with its model, of whatever kind.
+
+        A loss below plain DDP's is chance, or luck of that training, and no promise for another.
+        """
         if self.source == "exact":
-            return f"{text} (exact)"
-        return f"{text} ({self.model}, {self.parameters / 1e6:.2g} M, {self.steps} steps)"
+            return "none (exact)"
+        size = "none measured" if self.value < _VISIBLE else f"{100 * self.value:+.2f} %"
+        return f"{size} ({self.model}, {self.parameters / 1e6:.2g} M, {self.steps} steps)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +74,12 @@ class Known:
         own: The user's own measurements, which take precedence, by program as `short` writes it.
         steps: The number of steps of the training. Of several measurements, that of the nearest length is
             taken, or the largest gap where the length is not known.
+        kind: The kind of the model, from `kind_of`. Shipped gaps are of transformers.
     """
 
     own: Mapping[str, Gap] = field(default_factory=dict)
     steps: int | None = None
+    kind: str = ""
 
     def gap(self, given: object) -> Gap | None:
         """Return the expected gap of a program, or None if it is unknown.
@@ -64,8 +88,11 @@ class Known:
             given: What `attach` would be given, or None for plain DDP.
 
         >>> from thinwire import Exact, Int4, RandomK
-        >>> str(Known().gap(Exact())), str(Known().gap(Int4())), Known().gap(RandomK())
-        ('+0.00 % (exact)', '+0.17 % (gpt-1m, 1.3 M, 256 steps)', None)
+        >>> known = Known(kind=TRANSFORMER)
+        >>> str(known.gap(Exact())), str(known.gap(Int4())), known.gap(RandomK())
+        ('none (exact)', '+0.17 % (gpt-1m, 1.3 M, 256 steps)', None)
+        >>> str(Known().gap(Int4()))
+        'unknown for this kind of model'
         """
         name = "DDP" if given is None else short(given)
         if name in EXACT:
@@ -73,10 +100,31 @@ class Known:
         if name in self.own:
             return self.own[name]
         found = shipped().get(name, [])
+        if not found:
+            return None
         if self.steps is None:
-            return max(found, key=lambda one: one.value, default=None)
-        wanted = math.log(self.steps)
-        return min(found, key=lambda one: abs(math.log(one.steps) - wanted), default=None)
+            chosen = max(found, key=lambda one: one.value)
+        else:
+            wanted = math.log(self.steps)
+            chosen = min(found, key=lambda one: abs(math.log(one.steps) - wanted))
+        return replace(chosen, elsewhere=self.kind != TRANSFORMER)
+
+
+def kind_of(model: nn.Module) -> str:
+    """Return the kind of a model, by which loss gaps are compared.
+
+    Args:
+        model: The model, on any device.
+
+    Returns:
+        `TRANSFORMER` if layers are named after attention and most weights are no convolutions. An empty text
+        for everything else.
+    """
+    sizes = [(one.dim(), one.numel()) for one in model.parameters()]
+    convolved = sum(numbers for dimensions, numbers in sizes if dimensions > 2)
+    names = (type(one).__name__.lower() for one in model.modules())
+    attends = any(sign in name for name in names for sign in _SIGNS)
+    return TRANSFORMER if attends and 2 * convolved < sum(numbers for _, numbers in sizes) else ""
 
 
 @cache

@@ -1,8 +1,9 @@
 """The planner: rows of predicted costs for candidates on a network, and where each stops paying."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from thinwire.engine.order import LOOKAHEAD
 from thinwire.plan.candidates import PLAIN_DDP, Candidate, ModelExchange, exchanges_of, outer_bytes
@@ -60,6 +61,8 @@ class Planner:
     step: int = 1000
     speeds: Speeds = field(default_factory=Speeds)
     itemsize: int = 4
+    _made: dict[tuple[str, int, int], tuple[Candidate, Any]] = field(default_factory=dict, repr=False)
+    """What was made of candidates. Each is kept, so that no other has its id."""
 
     @property
     def compute(self) -> Compute:
@@ -70,13 +73,8 @@ class Planner:
         """Return the predicted cost of a step."""
         network = network.on_busy_hosts(self.compute.cores)
         if candidate.averaging is None:
-            handed = self._handed(candidate)
-            chunks = [self._chunk(one, candidate, network.ranks) for one in handed]
-            return step_cost(chunks, self.compute, network)
-        exchanges = [
-            ([self._model_chunk(layout, one.ranks) for layout in one.layouts], one.overlap)
-            for one in self._exchanges(candidate, network.ranks)
-        ]
+            return step_cost(self._chunks(candidate, network.ranks), self.compute, network)
+        exchanges = self._model_chunks(candidate, network.ranks)
         size = self.itemsize * sum(shape.numel() for shape in self.measured.shapes.values())
         return averaged_cost(exchanges, candidate.period, self.compute, network, size)
 
@@ -166,15 +164,60 @@ class Planner:
             low, high = (middle, high) if gain(math.exp(middle)) > 0 else (low, middle)
         return math.exp(low)
 
+    def _once(self, what: str, candidate: Candidate, ranks: int, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for the same candidate and ranks, which takes long for many parameters.
+
+        A crossover asks for the costs on dozens of links, among which only times on the network differ.
+        """
+        key = (what, id(candidate), ranks)
+        if key not in self._made:
+            self._made[key] = (candidate, make())
+        return self._made[key][1]
+
     def _handed(self, candidate: Candidate) -> list[Handed]:
         shapes, size = self.measured.shapes, self.itemsize
-        if candidate.given is None:
-            return plain_buckets(shapes, candidate.bucket_mb, size)
-        return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
+
+        def make() -> list[Handed]:
+            if candidate.given is None:
+                return plain_buckets(shapes, candidate.bucket_mb, size)
+            return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
+
+        made: list[Handed] = self._once("handed", candidate, 0, make)
+        return made
 
     def _exchanges(self, candidate: Candidate, ranks: int) -> list[ModelExchange]:
-        assert candidate.averaging is not None
-        return exchanges_of(candidate.averaging, self.measured.shapes, ranks, candidate.period)
+        config = candidate.averaging
+        assert config is not None
+        made: list[ModelExchange] = self._once(
+            "exchanges",
+            candidate,
+            ranks,
+            lambda: exchanges_of(config, self.measured.shapes, ranks, candidate.period),
+        )
+        return made
+
+    def _chunks(self, candidate: Candidate, ranks: int) -> list[Chunk]:
+        """Return the chunks of a step that exchanges gradients."""
+        made: list[Chunk] = self._once(
+            "chunks",
+            candidate,
+            ranks,
+            lambda: [self._chunk(one, candidate, ranks) for one in self._handed(candidate)],
+        )
+        return made
+
+    def _model_chunks(self, candidate: Candidate, ranks: int) -> list[tuple[list[Chunk], int]]:
+        """Return the chunks of a period's exchanges of models, and the steps that each may overlap with."""
+        made: list[tuple[list[Chunk], int]] = self._once(
+            "models",
+            candidate,
+            ranks,
+            lambda: [
+                ([self._model_chunk(layout, one.ranks) for layout in one.layouts], one.overlap)
+                for one in self._exchanges(candidate, ranks)
+            ],
+        )
+        return made
 
     def _chunk(self, handed: Handed, candidate: Candidate, ranks: int) -> Chunk:
         layout, arrivals = handed.layout, self.compute.arrivals

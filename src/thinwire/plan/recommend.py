@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from thinwire.plan.gaps import UNKNOWN_KIND
 from thinwire.plan.network import Network
 from thinwire.plan.planner import MODEL_ERROR, Row
 from thinwire.units import show_bytes, show_rate, show_seconds
@@ -11,6 +12,7 @@ MAX_GAP = 0.01
 """The largest expected loss gap of a recommendation, unless the user gives one."""
 WORTH = 1 + MODEL_ERROR
 """The least speed-up that is worth a change: more than the error of the prediction."""
+_CHANGES = "It averages models instead of gradients, which changes training more: compare losses first."
 _NEAR = 1.05
 """The ratio of step times within which the candidate with the smallest loss gap is preferred."""
 
@@ -20,7 +22,9 @@ class Limits:
     """The constraints of a recommendation.
 
     Attributes:
-        gap: The largest expected loss gap. Candidates whose gap is unknown are not recommended.
+        gap: The largest expected loss gap. Candidates whose gap was never measured are not recommended.
+            Where it was measured on another kind of model, gradient programs are judged by that, and
+            averaged models, whose gaps differ more, are not recommended.
         memory: The most bytes beyond plain DDP. None for no limit.
         exclude: Names of programs to leave out, with or without their options.
     """
@@ -36,6 +40,8 @@ class Limits:
             return "excluded"
         if row.gap is None:
             return "its loss gap is unknown"
+        if row.gap.elsewhere and row.candidate.averaging is not None:
+            return f"its loss gap is {UNKNOWN_KIND}"
         if row.gap.value > self.gap:
             return f"its loss gap of {100 * row.gap.value:.2g} % exceeds {100 * self.gap:.2g} %"
         if self.memory is not None and row.memory > self.memory:
@@ -50,10 +56,12 @@ class Recommendation:
     Attributes:
         row: The recommended candidate, or None to stay with plain DDP.
         text: The recommendation and its reason, as sentences.
+        alternative: Averaged models that are faster than the recommended gradient program, or None.
     """
 
     row: Row | None
     text: str
+    alternative: Row | None = None
 
 
 def recommend(
@@ -61,8 +69,10 @@ def recommend(
 ) -> Recommendation:
     """Choose the fastest candidate within the limits, or plain DDP.
 
-    A candidate must be faster than plain DDP by more than `WORTH`. Of those within 5 % of the fastest, the
-    one with the smallest loss gap wins, then the one that takes less memory.
+    A candidate must be faster than plain DDP by more than `WORTH`. Gradient programs come first. Averaged
+    models, which change training more, are the alternative where they are faster still, or the
+    recommendation where no gradient program pays. Of those within 5 % of the fastest, the one with the
+    smallest loss gap wins, then the one that takes less memory.
 
     Args:
         rows: The plan of every candidate, plain DDP first.
@@ -85,15 +95,40 @@ def recommend(
         return Recommendation(
             None, f"Don't. On {here}, stay with plain DDP: {spent}, and {reason}.{_tempting(rows, limits)}"
         )
-    fastest = min(row.cost.step for row in paying)
-    near = [row for row in paying if row.cost.step <= _NEAR * fastest]
-    best = min(near, key=lambda row: (round(max(0.0, _gap(row)), 3), row.memory, row.cost.step))
+    gradients = [row for row in paying if row.candidate.averaging is None]
+    averaged = [row for row in paying if row.candidate.averaging is not None]
+    best = _best(gradients or averaged)
+    other = _best(averaged) if gradients and averaged else None
+    if other is not None and other.cost.step * _NEAR > best.cost.step:
+        other = None
     text = (
         f"On {here}, use {best.candidate.name}: {spent}; a step takes {show_seconds(best.cost.step)} instead"
         f" of {show_seconds(plain.cost.step)}, {best.speed_up:.2f} x as fast"
-        f"{_training(plain, best, steps)}. Expected loss gap: {best.gap}.{_until(best)}"
+        f"{_training(plain, best, steps)}. {_gap_text(best)}{_until(best)}"
     )
-    return Recommendation(best, text + _tempting(rows, limits, best))
+    if best.candidate.averaging is not None:
+        text += f" No gradient program pays. {_CHANGES}"
+    if other is not None:
+        text += (
+            f" Alternative: {other.candidate.name}, {other.speed_up:.2f} x as fast"
+            f"{_training(plain, other, steps)}. {_gap_text(other)} {_CHANGES}"
+        )
+    return Recommendation(best, text + _tempting(rows, limits, other or best), other)
+
+
+def _best(rows: Sequence[Row]) -> Row:
+    """Return the fastest row, or of those that are nearly as fast, the one with the smallest loss gap."""
+    fastest = min(row.cost.step for row in rows)
+    near = [row for row in rows if row.cost.step <= _NEAR * fastest]
+    return min(near, key=lambda row: (round(max(0.0, _gap(row)), 3), row.memory, row.cost.step))
+
+
+def _gap_text(row: Row) -> str:
+    if row.gap is None or not row.gap.elsewhere:
+        return f"Expected loss gap: {row.gap}."
+    return (
+        f"Expected loss gap: {row.gap}; elsewhere {row.gap.measured}. Measure yours: thinwire bench --model."
+    )
 
 
 def _gap(row: Row) -> float:

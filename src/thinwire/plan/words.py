@@ -12,12 +12,16 @@ from thinwire.units import show_bytes, show_rate, show_seconds
 TIME = ("period", "bytes", "step", "speed-up", "exposed", "encode")
 TRADE = ("memory", "pays below", "loss gap")
 
+Lines = tuple[str | None, str | None]
+"""The lines of Python for a recommendation and for its alternative. None where there is none."""
+
 LEGEND = (
     "period: steps from one exchange to the next. bytes: sent by a rank, per step. step: predicted time with"
     " its interval. speed-up: plain DDP's step over its own. exposed: time between the end of backward and"
     " the last result. encode: time in the program. memory: beyond plain DDP's, at most. pays below: the rate"
     " of the link above which plain DDP is as fast. loss gap: measured after equal steps on the model named,"
-    " not on yours, unless a results file of thinwire bench was given; unknown is not zero."
+    " not on yours, unless a results file of thinwire bench was given; unknown is not zero, and none measured"
+    " is no promise."
 )
 
 
@@ -61,17 +65,19 @@ def sources(rows: Sequence[Row]) -> list[str]:
     """Return where loss gaps come from, one line for each command that measured some."""
     commands: dict[str, list[str]] = {}
     for row in rows:
-        if row.gap is not None and row.gap.command:
+        if row.gap is not None and row.gap.command and not row.gap.elsewhere:
             commands.setdefault(row.gap.command, []).append(row.candidate.name)
     return [f"{', '.join(names)}: {command}" for command, names in commands.items()]
 
 
-def as_data(rows: Sequence[Row], advice: Recommendation, line: str | None) -> dict[str, Any]:
+def as_data(rows: Sequence[Row], advice: Recommendation, lines: Lines) -> dict[str, Any]:
     """Return a plan as plain values, for JSON."""
     return {
         "recommendation": advice.text,
         "program": advice.row.candidate.name if advice.row else None,
-        "line": line,
+        "line": lines[0],
+        "alternative": advice.alternative.candidate.name if advice.alternative else None,
+        "alternative_line": lines[1],
         "rows": [
             {
                 "name": row.candidate.name,
@@ -82,7 +88,7 @@ def as_data(rows: Sequence[Row], advice: Recommendation, line: str | None) -> di
                 "high": row.high,
                 "speed_up": row.speed_up,
                 "memory": row.memory,
-                "gap": None if row.gap is None else asdict(row.gap),
+                "gap": None if row.gap is None else {**asdict(row.gap), "text": str(row.gap)},
                 "crossover": row.crossover,
             }
             for row in rows

@@ -4,6 +4,7 @@ from typing import Any
 
 from thinwire.bench.results import Cell, Track
 from thinwire.bench.summary import Row, curve, rows
+from thinwire.bench.words import plain_name
 from thinwire.report.frame import COLOURS, GREY, Figure, line
 
 _FAR = 10
@@ -46,7 +47,7 @@ def _losses(cell: Cell, palette: Palette, column: int, scale: float, title: str)
         dash = "dash" if track.kind == "torch" else "solid"
         width = 7 if track.kind == "ddp" else 2  # wide and below, so that equal curves stay visible
         drawn = line(
-            track.name,
+            plain_name(track),
             [scale * point[column] for point in points],
             [point[2] for point in points],
             palette.colour(track, track.text),
@@ -79,7 +80,7 @@ def step_breakdown(cell: Cell) -> Figure:
         ("encoding and other overhead", "#e69f00", [row.overhead or 0.0 for row in shown]),
         ("waiting for the network", "#d55e00", [row.waiting or 0.0 for row in shown]),
     )
-    names = [row.name for row in shown]
+    names = [plain_name(row) for row in shown]
     data: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -126,7 +127,7 @@ def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
         data.append(
             {
                 "type": "bar",
-                "name": name,
+                "name": plain_name(found[0][1]),
                 "x": [cell.network for cell, _ in found],
                 "y": [middle for _, middle, _ in bounds],
                 "error_y": {
@@ -137,7 +138,7 @@ def speed_up_by_link(cells: list[Cell], palette: Palette) -> Figure:
                     "thickness": 1,
                 },
                 "marker": {"color": palette.colour(found[0][1], text), "pattern": pattern},
-                "hovertemplate": f"%{{y:.2f}} x<extra>{name}</extra>",
+                "hovertemplate": f"%{{y:.2f}} x<extra>{plain_name(found[0][1])}</extra>",
             }
         )
     even = {

@@ -81,6 +81,21 @@ def cells(values: Iterable[str]) -> str:
     return "".join(f"<td>{escape(value)}</td>" for value in values)
 
 
+def fold(title: str, body: str) -> str:
+    """Return the HTML of a part that the reader unfolds.
+
+    Args:
+        title: The heading as plain text.
+        body: The content as HTML.
+    """
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def command(text: str) -> str:
+    """Return the HTML of a command line, which wraps, and of which one click selects all."""
+    return f"<pre class='command'>{escape(text)}</pre>"
+
+
 def fact(name: str, value: str) -> str:
     """Return the HTML of a name and its value, for a `<dl>`."""
     return f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"

@@ -1,27 +1,39 @@
-"""The HTML page of a benchmark, with its advice, plots and tables."""
+"""The HTML page of a benchmark, with its advice, one table for each network, and plots."""
 
+import math
 from html import escape
+from typing import Any
 
 from thinwire.bench.advice import advise
 from thinwire.bench.results import Cell, Results
 from thinwire.bench.summary import Row, rows
-from thinwire.bench.words import DETAILS, LEGEND, SPEED, speed_of
+from thinwire.bench.words import (
+    COMPACT,
+    DETAILS,
+    LEGEND,
+    SHORT_LEGEND,
+    SPEED,
+    compact_of,
+    plain_name,
+    speed_of,
+)
 from thinwire.report.figures import Palette, loss_by_bytes, loss_by_time, speed_up_by_link, step_breakdown
-from thinwire.report.frame import cells, fact, frame, plot, table
+from thinwire.report.frame import cells, command, fact, fold, frame, plot, table
 
 
 def render(results: Results) -> str:
     """Return the whole page as HTML."""
     measured = [cell for cell in results.cells if rows(cell)]
     palette = Palette(measured)
-    settings = {name: str(one) for name, one in results.settings.items() if name not in results.machine}
+    settings = {name: one for name, one in results.settings.items() if name not in results.machine}
+    facts = f"{_facts('Machine', results.machine)}{_facts('Settings', settings)}"
     parts = (
         "".join(_advice(cell) for cell in results.cells),
-        plot("Speed-up by link", speed_up_by_link(measured, palette)) if measured else "",
         "".join(_section(cell, palette) for cell in measured),
-        f'<p class="quiet">{escape(LEGEND)}</p>',
-        f"<h2>To reproduce</h2>\n<pre>{escape(results.command)}</pre>",
-        f'<div class="facts">\n{_facts("Machine", results.machine)}\n{_facts("Settings", settings)}\n</div>',
+        plot("Speed-up by link", speed_up_by_link(measured, palette)) if len(measured) > 1 else "",
+        f"<h2>To reproduce</h2>\n{command(results.command)}",
+        fold("What the figures mean", f"<p class='quiet'>{escape(LEGEND)}</p>"),
+        fold("Machine and settings", f"<div class='facts'>{facts}</div>"),
     )
     return frame("thinwire: is it worth it?", "\n".join(parts))
 
@@ -41,35 +53,59 @@ def _section(cell: Cell, palette: Palette) -> str:
     }
     plots = [plot(title, figure, entries=len(cell.tracks)) for title, figure in figures.items()]
     return (
-        f"<section><h2>{escape(title)}</h2><div class='plots'>{''.join(plots)}</div>{_tables(cell)}</section>"
+        f"<section><h2>{escape(title)}</h2>{_tables(cell)}<div class='plots'>{''.join(plots)}</div></section>"
     )
 
 
 def _tables(cell: Cell) -> str:
-    """Return several tables, as in the terminal. A single one would be wider than a page."""
-    shown = rows(cell)
+    """Return one table, the contestant that reaches plain DDP's loss first on top, and all other figures."""
+    shown = sorted(rows(cell), key=_rank)
     ran = [row for row in shown if not row.unavailable]
-    tables = (
-        _table(SPEED, [(row, _speed(row)) for row in shown]),
-        *(_table(columns, [(row, cells(text_of(row))) for row in ran]) for columns, text_of in DETAILS),
+    columns = ("program", *SPEED, *(name for names, _ in DETAILS for name in names))
+    every = [(row, cells([_program(row), *speed_of(row), *_details(row)])) for row in ran]
+    return (
+        f"{_table(COMPACT, [(row, _compact(row)) for row in shown])}"
+        f"<p class='quiet'>{escape(SHORT_LEGEND)}</p>{fold('All figures', _table(columns, every))}"
     )
-    return f"<div class='tables'>{''.join(tables)}</div>"
+
+
+def _rank(row: Row) -> tuple[bool, float, float]:
+    """Return the order of rows: by time to plain DDP's loss, then by the time of a step."""
+    reached = math.inf if row.seconds_to_loss is None else row.seconds_to_loss
+    return bool(row.unavailable), reached, row.step[1] if row.step else math.inf
+
+
+def _program(row: Row) -> str:
+    return row.text if row.kind == "thinwire" else "-"
+
+
+def _details(row: Row) -> list[str]:
+    return [value for _, text_of in DETAILS for value in text_of(row)]
 
 
 def _table(columns: tuple[str, ...], lines: list[tuple[Row, str]]) -> str:
     body = "".join(
-        f"<tr class='{escape(row.kind)}'><th scope='row'>{escape(row.name)}</th>{values}</tr>"
+        f"<tr class='{escape(row.kind)}'><th scope='row'>{escape(plain_name(row))}</th>{values}</tr>"
         for row, values in lines
     )
     return table(columns, body)
 
 
-def _speed(row: Row) -> str:
+def _compact(row: Row) -> str:
     if row.unavailable:
-        return f"<td colspan='{len(SPEED)}'>not possible: {escape(row.unavailable)}</td>"
-    return cells(speed_of(row))
+        return f"<td colspan='{len(COMPACT)}'>not possible: {escape(row.unavailable)}</td>"
+    return cells(compact_of(row))
 
 
-def _facts(title: str, values: dict[str, str]) -> str:
-    listed = "".join(fact(name, value) for name, value in values.items())
+def _facts(title: str, values: dict[str, Any]) -> str:
+    listed = "".join(fact(name.replace("_", " "), _plain(value)) for name, value in values.items())
     return f"<div><h3>{title}</h3><dl>{listed}</dl></div>"
+
+
+def _plain(value: Any) -> str:
+    """Return a setting as a reader expects it, not as Python writes it."""
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

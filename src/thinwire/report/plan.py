@@ -5,9 +5,12 @@ from html import escape
 from typing import Any
 
 from thinwire.plan.cost import Cost
+from thinwire.plan.planner import Row
+from thinwire.plan.recommend import Recommendation
 from thinwire.plan.scale import Curve, Scale
 from thinwire.plan.words import LEGEND
 from thinwire.report.frame import COLOURS, GREY, Figure, cells, frame, line, plot, table
+from thinwire.report.frame import command as command_line
 from thinwire.units import show_rate, show_seconds
 
 _MEASURES: tuple[tuple[str, str, Callable[[Cost], float], str], ...] = (
@@ -37,7 +40,7 @@ def render(found: Scale, command: str, model: str) -> str:
             f"By bandwidth, {found.sizes[-1]} hosts", found.by_rate, found.rates, rates, "bandwidth of a link"
         ),
         f"<p class='quiet'>{escape(LEGEND)}</p>",
-        f"<h2>To reproduce</h2>\n<pre>{escape(command)}</pre>",
+        f"<h2>To reproduce</h2>\n{command_line(command)}",
     )
     return frame("thinwire: what would it cost?", "\n".join(parts))
 
@@ -49,16 +52,21 @@ def _advice(found: Scale) -> str:
         for count, row in zip(found.sizes, found.advice, strict=True)
     )
     return (
-        f"<section><h2>What to use</h2>{table([show_rate(rate) for rate in found.rates], body)}"
-        "<p class='quiet'>don't: stay with plain DDP. The ratio is the predicted speed-up.</p></section>"
+        f"<section class='uses'><h2>What to use</h2>{table([show_rate(rate) for rate in found.rates], body)}"
+        "<p class='quiet'>don't: stay with plain DDP. The ratio is the predicted speed-up. After or: averaged"
+        " models that are faster still, and change training more. Loss gaps of other kinds of models are not"
+        " known for yours: measure them with thinwire bench.</p></section>"
     )
 
 
-def _use(advice: Any) -> str:
-    """Return a program in few letters, as there are many columns, and its speed-up."""
-    row = advice.row
-    if row is None:
+def _use(advice: Recommendation) -> str:
+    """Return the program and its alternative in few letters, as there are many columns."""
+    if advice.row is None:
         return "don't"
+    return "\nor ".join(_short(row) for row in (advice.row, advice.alternative) if row)
+
+
+def _short(row: Row) -> str:
     name = row.candidate.name.replace("period=", "").replace("program=", "").replace("()", "")
     return f"{name} {row.speed_up:.2g} x"
 

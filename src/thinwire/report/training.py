@@ -2,16 +2,18 @@
 
 from html import escape
 
-from thinwire.report.frame import cells, frame, plot, table
+from thinwire.report.frame import cells, fact, frame, plot, table
 from thinwire.report.training_figures import figures
 from thinwire.report.training_summary import Summary, summarise
 from thinwire.report.training_words import (
     COLUMNS,
     LEGEND,
     event_text,
+    facts,
     notes,
     parameter_rows,
     trust,
+    verdict,
     whose,
     worth,
 )
@@ -26,8 +28,10 @@ def render(log: Log, name: str) -> str:
         name: The name of its file.
     """
     summary = summarise(log)
+    listed = "".join(fact(*one) for one in facts(log, summary))
     parts = (
-        f"<p class='quiet'>{escape(name + whose(log))}</p>",
+        f"<p class='verdict'>{escape(verdict(log, summary))}</p>",
+        f"<dl class='key'>{listed}{fact('Log', name + whose(log))}</dl>",
         *_headline(log, summary),
         _plots(log, summary),
         _parameters(log) if log.parameters else "",
@@ -40,7 +44,7 @@ def _headline(log: Log, summary: Summary) -> list[str]:
     sound = summary.audits and not summary.events
     acts = "".join(f"<li>{escape(event_text(event))}</li>" for event in summary.events)
     boxes = [
-        f"<div class='advice'><b>Was it worth it?</b> {escape(worth(summary))}</div>",
+        f"<div class='advice'><b>What was sent?</b> {escape(worth(summary))}</div>",
         f"<div class='advice{'' if sound else ' heed'}'><b>Can it be trusted?</b> {escape(trust(summary))}"
         f"{f'<ul>{acts}</ul>' if acts else ''}</div>",
     ]

@@ -14,6 +14,7 @@ _DOTS = 80  # a line with more points is drawn without dots
 _SPREAD = 30  # from this ratio on, an axis of bytes or errors is logarithmic
 _WORST = 4
 _TURNS = 50
+_MOST_LOGGED = 8
 _ORDER = (GRADIENTS, MODELS, PARAMETERS)
 _BLUE, _RED, _GREEN, _PINK, _AMBER, _SKY, *_ = COLOURS
 _BUSY = dict(zip(_ORDER, (_BLUE, _GREEN, _AMBER), strict=True))
@@ -28,7 +29,8 @@ def figures(log: Log, events: Sequence[Event]) -> dict[str, Figure]:
 
     Dotted lines mark the audits after which a program was replaced or training stopped.
     """
-    drawn = {"Bytes sent": bytes_by_step(log)}
+    drawn = {_title(name): logged_by_step(log, name) for name in _names(log)}
+    drawn["Bytes sent"] = bytes_by_step(log)
     if any(second > 0 for series in log.series.values() for second in series.wire):  # NaN > 0 is false
         drawn["Time on the network"] = seconds_by_step(log)
     if log.audits:
@@ -45,6 +47,23 @@ def figures(log: Log, events: Sequence[Event]) -> dict[str, Figure]:
         figure["layout"]["xaxis"]["range"] = [first - margin, last + margin]
         figure["layout"]["shapes"] = shapes
     return drawn
+
+
+def _names(log: Log) -> list[str]:
+    """Return the names of logged values that are drawn, the loss first."""
+    return sorted(log.logged, key=lambda name: name != "loss")[:_MOST_LOGGED]
+
+
+def _title(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def logged_by_step(log: Log, name: str) -> Figure:
+    """Draw a value that the training loop logged."""
+    one = log.logged[name]
+    data = [_drawn(name, _thin(one.steps, one.values, _mean), _BLUE, "%{y:.5g} at step %{x}")]
+    axis = {"title": {"text": name, "standoff": 12}, "tickformat": "~g"}
+    return _figure(data, axis, _bunch(one.steps), "mean")
 
 
 def bytes_by_step(log: Log) -> Figure:

@@ -5,11 +5,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from statistics import fmean, median
 
-from thinwire.engine.meter import GRADIENTS
+from thinwire.engine.meter import GRADIENTS, MODELS
 from thinwire.telemetry.log import UNKNOWN, Audited, Log, Series
 
 _STUCK = 3
+_AS_MUCH = 1.02
+"""The ratio of plain DDP's bytes to those sent up to which a step counts as exact."""
+_FEWEST_EXACT = 3
+"""Exact steps from which their time is compared."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Summary:
         latest: The latest audit, or None.
         worst: The audit with the largest error, or None.
         events: The actions that followed from audits.
+        began: Seconds since the epoch at the end of the first step. None if not known.
+        ended: Seconds since the epoch at the end of the last step. None if not known.
+        step: Typical seconds of a step that exchanges less than plain DDP. None if not known.
+        exact_step: Typical seconds of a step that exchanges as much as plain DDP. None without such steps.
+        exact_steps: The number of such steps.
     """
 
     steps: int
@@ -63,6 +73,16 @@ class Summary:
     latest: Audited | None
     worst: Audited | None
     events: tuple[Event, ...] = field(repr=False)
+    began: float | None = None
+    ended: float | None = None
+    step: float | None = None
+    exact_step: float | None = None
+    exact_steps: int = 0
+
+    @property
+    def speed_up(self) -> float | None:
+        """Seconds of an exact step over those of a compressed one. None if either is not known."""
+        return self.exact_step / self.step if self.exact_step and self.step else None
 
     @property
     def sent_per_step(self) -> float:
@@ -80,11 +100,6 @@ class Summary:
         known = self.for_audits > 0 and self.own_when_audited > 0
         return self.for_audits / self.own_when_audited if known else None
 
-    @property
-    def exposed_share(self) -> float | None:
-        """Exposed time as a part of the time with a collective in flight. None if not measured."""
-        return None if self.exposed is None or not self.wire else self.exposed / self.wire
-
 
 def summarise(log: Log) -> Summary:
     """Compute all figures of a log."""
@@ -93,6 +108,9 @@ def summarise(log: Log) -> Summary:
     steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
     unknown = (fact == UNKNOWN for fact in gradients.overflowed[1:])
     for_audits = sum(sum(one.audit) for one in every)
+    times = [one for one in gradients.ended if not math.isnan(one)]
+    compressed, exact = _step_seconds(gradients)
+    averages = MODELS in log.series  # most steps exchange nothing, and the median would hide the others
     return Summary(
         steps=len(set(steps)),
         sent=sum(sum(one.own) for one in every) + for_audits,
@@ -112,7 +130,29 @@ def summarise(log: Log) -> Summary:
         latest=log.audits[-1] if log.audits else None,
         worst=_worst(log.audits) if log.audits else None,
         events=events_of(log),
+        began=min(times, default=None),
+        ended=max(times, default=None),
+        step=(fmean(compressed) if averages else median(compressed)) if compressed else None,
+        exact_step=median(exact) if len(exact) >= _FEWEST_EXACT else None,
+        exact_steps=len(exact),
     )
+
+
+def _step_seconds(gradients: Series) -> tuple[list[float], list[float]]:
+    """Return the times of steps that sent less than plain DDP, and of those that sent as much.
+
+    The time of a step is that from its forward pass to the next one. The first step after a start or a
+    resume has none. Audited steps, which also send the exact mean, and skipped ones are left out.
+    """
+    found: tuple[list[float], list[float]] = ([], [])
+    for place in range(1, len(gradients.steps)):
+        follows = gradients.steps[place] == gradients.steps[place - 1] + 1
+        seconds = gradients.ended[place] - gradients.ended[place - 1]
+        if not follows or not seconds >= 0 or gradients.audit[place] or gradients.overflowed[place] == 1:
+            continue
+        exact = 0 < gradients.ddp[place] <= _AS_MUCH * gradients.own[place]
+        found[exact].append(seconds)
+    return found
 
 
 def events_of(log: Log) -> tuple[Event, ...]:

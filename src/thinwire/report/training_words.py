@@ -2,10 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from datetime import datetime, timezone
 
 from thinwire.engine.meter import ratio_text
 from thinwire.report.training_summary import Event, Summary
 from thinwire.telemetry.log import Audited, Log
+
+_GAIN = 1.02
+"""The least ratio of step times that counts as a gain."""
+_STUCK = 3
+"""Losses in a row that are not finite from which training has failed."""
+_PROGRAMS = 4
+"""The most programs that are listed."""
 
 COLUMNS = ("error", "largest error", "at step", "residual", "audited at step")
 
@@ -28,6 +36,114 @@ def whose(log: Log) -> str:
     return f", rank {log.rank}{among}"
 
 
+def verdict(log: Log, summary: Summary) -> str:
+    """Return whether compression paid and can be trusted, in a sentence or two."""
+    spoilt = _spoilt(log, summary)
+    if spoilt:
+        return spoilt
+    doubt = ""
+    if summary.events:
+        doubt = " But audits found errors above the limit: see below."
+    if summary.speed_up is not None:
+        own, exact = _seconds(summary.step or 0.0), _seconds(summary.exact_step or 0.0)
+        times = f"a step takes {own}, with exact gradients {exact}"
+        if summary.speed_up >= _GAIN:
+            return f"It pays: {times}. That is {summary.speed_up:.2f} x as fast.{doubt}"
+        return f"It does not pay: {times}. Train without compression here.{doubt}"
+    if summary.compression is not None:
+        less = f"It sends {ratio_text(summary.compression)} than plain DDP."
+    else:
+        less = f"It sends {size(summary.sent_per_step)} a step."
+    lacks = "times" if summary.step is None else "exact steps to compare with"
+    return f"{less} Whether steps are faster is not known, because the log has no {lacks}.{doubt}"
+
+
+def _spoilt(log: Log, summary: Summary) -> str:
+    """Return what makes the training itself fail, or an empty text."""
+    if summary.stuck:
+        return "Training makes no progress: the log ends with overflows."
+    loss = log.logged.get("loss")
+    if loss is None:
+        return ""
+    finite = [place for place, value in enumerate(loss.values) if math.isfinite(value)]
+    since = finite[-1] + 1 if finite else 0
+    if len(loss.values) - since < _STUCK:  # a single one is of a skipped step
+        return ""
+    return f"Training failed: the loss is not finite since step {loss.steps[since]:,}."
+
+
+def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:
+    """Return the most important figures, each with its name."""
+    return [
+        ("Program", programs(log)),
+        ("Loss", losses(log)),
+        ("Step time", step_time(summary)),
+        ("Steps", f"{summary.steps:,}{_span(log)}"),
+        ("Dates", dates(summary)),
+    ]
+
+
+def programs(log: Log) -> str:
+    """Return the programs that ran, with the steps at which they changed."""
+    if not log.programs:
+        return "not known: the log is of an older thinwire"
+    first, *later = log.programs
+    shown = [first[1], *(f"from step {step:,} {text}" for step, text in later)]
+    if len(shown) > _PROGRAMS:
+        shown = [*shown[: _PROGRAMS - 1], f"{len(shown) - _PROGRAMS:,} more changes", shown[-1]]
+    return ", ".join(shown)
+
+
+def losses(log: Log) -> str:
+    """Return the first and the latest loss, or how to log it."""
+    loss = log.logged.get("loss")
+    if loss is None:
+        return "not logged: call watch.log(loss=loss) in each step"
+    first, last = (_loss(loss.values[place]) for place in (0, -1))
+    if len(loss.values) == 1:
+        return f"{last} at step {loss.steps[-1]:,}"
+    return f"{last} at step {loss.steps[-1]:,}, {first} at step {loss.steps[0]:,}"
+
+
+def step_time(summary: Summary) -> str:
+    """Return the time of a step, and that of exact steps, or how to get some."""
+    if summary.step is None and summary.exact_step is None:
+        return "not known: the log has no times of steps"
+    if summary.step is None:
+        return f"{_seconds(summary.exact_step or 0.0)}, all with exact gradients"
+    own = _seconds(summary.step)
+    if summary.exact_step is None or summary.speed_up is None:
+        return (
+            f"{own}. That of exact steps is not known: begin with some, as by"
+            " attach(ddp, Schedule({0: Exact(), 20: Int8()}))"
+        )
+    return (
+        f"{own}, with exact gradients {_seconds(summary.exact_step)} ({_count(summary.exact_steps, 'step')}"
+        f" of this log): {summary.speed_up:.2f} x as fast"
+    )
+
+
+def dates(summary: Summary) -> str:
+    """Return when the log began and ended, in UTC."""
+    if summary.began is None or summary.ended is None:
+        return "not known: the log is of an older thinwire"
+    try:
+        began, ended = (datetime.fromtimestamp(one, timezone.utc) for one in (summary.began, summary.ended))
+    except (OverflowError, ValueError, OSError):
+        return "not known: the times in the log are no dates"
+    end = f"{ended:%H:%M}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M}"
+    return f"{began:%Y-%m-%d %H:%M} to {end} UTC ({_seconds(summary.ended - summary.began)})"
+
+
+def _span(log: Log) -> str:
+    steps = [step for series in log.series.values() for step in (min(series.steps), max(series.steps))]
+    return f", {min(steps):,} to {max(steps):,}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.5g}" if math.isfinite(value) else "not finite"
+
+
 def worth(summary: Summary) -> str:
     """Return a text about the bytes sent and the time waited."""
     each = size(summary.sent_per_step)
@@ -42,11 +158,10 @@ def worth(summary: Summary) -> str:
         text += f". In audited steps, the exact mean took {summary.saving:.3g} times the bytes of the program"
     if summary.exposed is None or summary.wire is None:
         return f"{text}. The time on the network is not known, because it is not measured on accelerators."
-    per_step = _seconds(summary.exposed / max(summary.steps, 1))
-    share = "" if summary.exposed_share is None else f", {summary.exposed_share:.0%} of that"
+    busy, waited = (_seconds(one / max(summary.steps, 1)) for one in (summary.wire, summary.exposed))
     return (
-        f"{text}. The network was busy for {_seconds(summary.wire)}; backward waited for it for"
-        f" {_seconds(summary.exposed)}{share}, {per_step} a step."
+        f"{text}. In an average step a collective was in flight for {busy}, and backward waited {waited} for"
+        f" results. In total, backward waited {_seconds(summary.exposed)}."
     )
 
 

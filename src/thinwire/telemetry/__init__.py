@@ -3,8 +3,9 @@
 Example::
 
     wire = thinwire.attach(ddp, thinwire.BF16())
-    with telemetry.watch(ddp, wire, telemetry.Console(every=10), telemetry.JsonLines("steps.jsonl")):
+    with telemetry.watch(ddp, wire, telemetry.Console(every=10), telemetry.JsonLines("steps.jsonl")) as watch:
         ...  # train as before
+        watch.log(loss=loss)  # in each step, if you want it in the log
 """
 
 from thinwire.telemetry.sinks import Console, JsonLines, Sink, TensorBoard, WandB

@@ -12,7 +12,7 @@ from thinwire.codecs.checks import is_whole
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import StateError
 from thinwire.monitors.audit import Audit
-from thinwire.telemetry.sinks import AUDIT, Row
+from thinwire.telemetry.sinks import AUDIT, LOGGED, Row
 
 UNKNOWN = -1
 _AUDIT_BYTES = f"bytes/{Audit.__name__}"
@@ -31,6 +31,7 @@ class Series:
         exposed: Seconds that backward waited for the network. NaN if not measured.
         overflowed: 1 if the step was skipped, 0 if not. `UNKNOWN` in logs of an older thinwire.
         ddp: Bytes that plain DDP would have sent. `UNKNOWN` in logs of an older thinwire.
+        ended: Seconds since the epoch when the next step began. NaN in logs of an older thinwire.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -40,6 +41,7 @@ class Series:
     exposed: "array[float]" = field(default_factory=lambda: array("d"))
     overflowed: "array[int]" = field(default_factory=lambda: array("b"))
     ddp: "array[int]" = field(default_factory=lambda: array("q"))
+    ended: "array[float]" = field(default_factory=lambda: array("d"))
 
     def take(self, row: Row) -> None:
         """Add a row. Several exchanges in one step are joined, except those of gradients."""
@@ -56,11 +58,25 @@ class Series:
             self.steps.append(step)
             self.overflowed.append(int(row.get("overflowed", UNKNOWN)))
             self.ddp.append(int(row.get("ddp_bytes", UNKNOWN)))
+            self.ended.append(_or(math.nan, row.get("time")))
         for column, value in values:
             if again:
                 column[-1] += value
             else:
                 column.append(value)
+
+
+@dataclass
+class Logged:
+    """The values of one name that the training loop logged.
+
+    Attributes:
+        steps: The step of each value.
+        values: The values. NaN where one was not finite.
+    """
+
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 @dataclass
@@ -99,6 +115,8 @@ class Log:
         series: The exchanges by purpose: `"gradients"`, `"models"`, `"parameters"`.
         audits: All audits, in the order of the log.
         parameters: The audited parameters by name.
+        logged: The values that the training loop logged, by name.
+        programs: The programs that ran, each with the first step that used it.
         cut: Whether the last line was incomplete and therefore ignored.
         rank: The rank that wrote the log. None in logs of an older thinwire.
         world_size: The number of ranks at the end of the log. None in logs of an older thinwire.
@@ -107,6 +125,8 @@ class Log:
     series: dict[str, Series] = field(default_factory=dict)
     audits: list[Audited] = field(default_factory=list)
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    logged: dict[str, Logged] = field(default_factory=dict)
+    programs: list[tuple[int, str]] = field(default_factory=list)
     cut: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -158,6 +178,18 @@ class Log:
             self._take_audit(row)
         else:
             self.series.setdefault(purpose, Series()).take(row)
+            self._take_logged(row)
+
+    def _take_logged(self, row: Row) -> None:
+        """Add what the training loop logged, and the program where it has changed."""
+        for name, value in row.items():
+            if name.startswith(LOGGED):
+                one = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
+                one.steps.append(row["step"])
+                one.values.append(_or(math.nan, value))
+        program = row.get("program")
+        if program is not None and (not self.programs or self.programs[-1][1] != program):
+            self.programs.append((row["step"], str(program)))
 
     def _take_line(self, path: Path, number: int, line: bytes) -> None:
         try:

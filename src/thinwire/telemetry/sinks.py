@@ -18,12 +18,17 @@ from thinwire.errors import OptionError, UnavailableError
 Row = dict[str, Any]
 """A step's figures by name. Values are numbers, or None if not known. `purpose` is what was exchanged.
 
-`rank` is the rank in the job that measured them, `world_size` the number of ranks that exchange.
-In rows of gradients, `overflowed` is true if the step was skipped. Audits have the purpose `"audit"`.
+`rank` is the rank in the job that measured them, `world_size` the number of ranks that exchange, and `time`
+the seconds since the epoch when the row was sent, at the start of the next forward pass.
+In rows of gradients, `overflowed` is true if the step was skipped, `log/NAME` are the values that the loop
+passed to `Watch.log`, and the first row and those after a change have the name of the `program`. Audits have
+the purpose `"audit"`.
 """
 
 AUDIT = "audit"
-_PLACE = ("step", "purpose", "rank", "world_size")
+LOGGED = "log/"
+"""The beginning of the names of values that the training loop logs."""
+_PLACE = ("step", "purpose", "rank", "world_size", "time")
 
 
 class Sink(Protocol):
@@ -80,7 +85,12 @@ class Console:
         shown = "  ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times if seconds is not None)
         purpose = row.get("purpose", GRADIENTS)
         what = "step" if purpose == GRADIENTS else f"{purpose} after step"
-        end = "  overflowed" if row.get("overflowed") else ""
+        logged = (
+            f"  {name.removeprefix(LOGGED)} {value:.5g}"
+            for name, value in row.items()
+            if name.startswith(LOGGED) and value is not None
+        )
+        end = "".join(logged) + ("  overflowed" if row.get("overflowed") else "")
         self._console.print(f"{whose}{what} {row['step']}  sent {sent}  {shown}{end}", markup=False)
 
     def close(self) -> None:

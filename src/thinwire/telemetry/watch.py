@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
@@ -18,7 +19,9 @@ from thinwire.ddp.unwrap import ddp_of
 from thinwire.engine.meter import GRADIENTS, StepRecord
 from thinwire.errors import OptionError
 from thinwire.monitors.audit import AuditRecord
-from thinwire.telemetry.sinks import AUDIT, Checked, Row, Sink
+from thinwire.plan.auto import Auto
+from thinwire.programs.naming import short
+from thinwire.telemetry.sinks import AUDIT, LOGGED, Checked, Row, Sink
 from thinwire.wire import Wire
 
 logger = logging.getLogger("thinwire")
@@ -66,7 +69,16 @@ def watch(ddp: nn.Module, wire: Wire, *sinks: Sink, ranks: Ranks = "rank0") -> "
 
 
 class Watch:
-    """The handle of a running `watch`. As a context manager it closes itself."""
+    """The handle of a running `watch`. As a context manager it closes itself.
+
+    Example::
+
+        with telemetry.watch(ddp, wire, telemetry.JsonLines("steps.jsonl")) as watch:
+            for batch in batches:
+                loss = loss_of(ddp(batch))
+                loss.backward()
+                watch.log(loss=loss)
+    """
 
     def __init__(
         self, ddp: DistributedDataParallel, wire: Wire, sinks: tuple[Sink, ...], ranks: Ranks = "rank0"
@@ -82,6 +94,9 @@ class Watch:
                 sink.check_writable()
         self._seen = wire.stats().exchanges
         self._audited = wire.audits()[-1:]
+        self._logged: dict[str, tuple[float | torch.Tensor, int]] = {}
+        """The sum and the number of the values that the running step has logged, by name."""
+        self._program, self._sent_program = _program_of(wire), ""
         flush = torch.compiler.disable(lambda module, args: self.flush())
         self._hook = called_module(ddp).register_forward_pre_hook(flush)
 
@@ -93,7 +108,9 @@ class Watch:
         new = min(stats.exchanges - self._seen, len(stats.records))
         for record in stats.records[len(stats.records) - new :]:
             self._seen += 1
-            self._send(as_row(record))
+            self._send(as_row(record) | (self._of_step() if record.purpose == GRADIENTS else {}))
+        # A schedule's own forward hook came first and may have changed the program, for the next step.
+        self._program = _program_of(self._wire)
         self._seen = stats.exchanges  # the history may have dropped some before they were sent
         audits = self._wire.audits()
         known = next((place for place, audit in enumerate(audits, 1) if audit in self._audited), 0)
@@ -101,9 +118,45 @@ class Watch:
             self._audited = (audit,)
             self._send(as_audit_row(audit))
 
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Add values such as the loss to the row of the running step.
+
+        Call it before or after the step's backward. Of several calls in one step, as with accumulated
+        gradients, the mean is sent. Values are those of this rank. A tensor is read when the row is sent, so
+        that the loop does not wait for an accelerator. `thinwire report` draws each name by step.
+
+        Args:
+            **values: Numbers, or tensors with one number, by name.
+
+        Raises:
+            OptionError: A value is not one number.
+        """
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+                value = value.detach().float()
+            elif not isinstance(value, int | float):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+                raise OptionError(
+                    f"{name} is a {type(value).__name__}{shape}, expected one number: log loss.mean(), or"
+                    " float(value)"
+                )
+            if not self._silent:
+                total, count = self._logged.get(name, (0.0, 0))
+                self._logged[name] = (total + value, count + 1)
+
+    def _of_step(self) -> Row:
+        """Return the values that were logged in a finished step, and the program if it has changed."""
+        means = {name: float(total) / count for name, (total, count) in self._logged.items()}
+        row: Row = {f"{LOGGED}{name}": _finite(mean) for name, mean in means.items()}
+        self._logged = {}
+        if self._program != self._sent_program:
+            self._sent_program = row["program"] = self._program
+        return row
+
     def _send(self, row: Row) -> None:
+        row = row | self._place | {"time": round(time.time(), 3)}
         for sink in self._sinks:
-            if not self._works(sink, partial(sink.write, row | self._place)):
+            if not self._works(sink, partial(sink.write, dict(row))):
                 self._sinks = tuple(other for other in self._sinks if other is not sink)
                 with contextlib.suppress(Exception):  # it may fail again, on what it could not write
                     sink.close()
@@ -140,6 +193,12 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _program_of(wire: Wire) -> str:
+    """Return the short name of the program that runs. For `Auto` it is its choice."""
+    given = wire.program
+    return short(given.gradient_program() if isinstance(given, Auto) else given)
 
 
 def as_row(record: StepRecord) -> Row:
@@ -192,5 +251,5 @@ def as_audit_row(audit: AuditRecord) -> Row:
 
 
 def _finite(error: float) -> float | None:
-    """Replace an infinite error by None for JSON. It is infinite if only the exact mean is zero."""
+    """Replace a non-finite number by None for JSON. An error is infinite if only the exact mean is zero."""
     return error if math.isfinite(error) else None

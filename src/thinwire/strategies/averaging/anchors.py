@@ -114,13 +114,15 @@ def split_evenly(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     >>> split_evenly({"a": 5, "b": 3, "c": 3}, 2)
     [['a'], ['b', 'c']]
     """
-    order = list(sizes)
+    place = {name: number for number, name in enumerate(sizes)}
     fragments: list[list[str]] = [[] for _ in range(count)]
-    for name in sorted(order, key=lambda name: -sizes[name]):
-        min(fragments, key=lambda names: (sum(sizes[one] for one in names), len(names))).append(name)
-    return [
-        sorted(names, key=order.index) for names in sorted(fragments, key=lambda names: order.index(names[0]))
-    ]
+    filled = [0] * count
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        smallest = min(range(count), key=lambda number: (filled[number], len(fragments[number])))
+        fragments[smallest].append(name)
+        filled[smallest] += sizes[name]
+    in_order = [sorted(names, key=place.__getitem__) for names in fragments]
+    return sorted(in_order, key=lambda names: place[names[0]])
 
 
 def _anchor(parameter: torch.Tensor) -> nn.Parameter:

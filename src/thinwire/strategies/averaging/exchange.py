@@ -145,15 +145,17 @@ def _buckets(
     """Yield the names, a flat copy and the shapes of the tensors in each bucket."""
     names: list[str] = []
     numbers: list[torch.Tensor] = []
+    size = 0
     # Complex tensors first: viewed as pairs of real numbers, they must begin at even offsets.
     together = sorted(tensors.items(), key=lambda item: (not item[1].is_complex(), str(item[1].dtype)))
     for name, own in ((name, _numbers(tensor)) for name, tensor in together):
-        full = sum(one.nbytes for one in numbers) + own.nbytes > _BUCKET_BYTES
+        full = size + own.nbytes > _BUCKET_BYTES
         if names and (full or own.dtype != numbers[0].dtype):
             yield tuple(names), pack(numbers), tuple(one.shape for one in numbers)
-            names, numbers = [], []
+            names, numbers, size = [], [], 0
         names.append(name)
         numbers.append(own)
+        size += own.nbytes
     yield tuple(names), pack(numbers), tuple(one.shape for one in numbers)
 
 
