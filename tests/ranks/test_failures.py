@@ -265,6 +265,39 @@ def test_a_process_ends_by_itself_with_its_own_code(tmp_path: Path, how: str, co
         assert rank.returncode == code, errors
 
 
+DAEMON = """
+import sys, threading, torch, torch.distributed as dist, thinwire
+from torch.nn.parallel import DistributedDataParallel as DDP
+rank, steps, begun = int(sys.argv[1]), iter(range(10**9)), threading.Event()
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+ddp = DDP(torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(8))), bucket_cap_mb=0.01)
+wire = thinwire.attach(ddp, thinwire.Int8())
+ddp.module[3 + rank].weight.register_hook(lambda gradient: begun.set() if next(steps) == 4 else None)
+def train():
+    while True:
+        ddp(torch.ones(2, 50)).sum().backward()
+threading.Thread(target=train, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_process_ends_while_a_daemon_thread_is_in_backward(tmp_path: Path) -> None:
+    """Torch may abort it, as without thinwire, but no rank waits for the others."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", DAEMON, str(rank), str(tmp_path / "meet")],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert {rank.wait(timeout=240) for rank in ranks} <= {0, -signal.SIGABRT}
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 def some_buckets_only(rank: int, world_size: int) -> tuple[str, str, float]:
     def picky(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
