@@ -305,7 +305,12 @@ def rounding(rank: int, world_size: int) -> list[str]:
     """One unit in the last place, as another kind of processor would make of it."""
     runner._CHECK_EVERY = 4
     lines: list[str] = []
-    logging.getLogger("thinwire").addFilter(lambda record: bool(lines.append(record.getMessage())))
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return False
+
+    logging.getLogger("thinwire").addFilter(note)
     ddp = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS)
     wire = thinwire.attach(ddp, thinwire.Exact())
     for step in range(6):

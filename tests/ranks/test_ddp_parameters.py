@@ -127,7 +127,7 @@ def unfrozen(rank: int, world_size: int) -> None:
             model[0].weight.requires_grad_(False)
             ddp = DDP(model, bucket_cap_mb=TINY_BUCKETS)
             model[0].weight.requires_grad_(unfrozen_before_attach)
-            thinwire.attach(ddp, program)  # type: ignore[arg-type]
+            thinwire.attach(ddp, program)
             if not unfrozen_before_attach:
                 ddp(batch(rank, 0)).square().mean().backward()
             model[0].weight.requires_grad_(True)
