@@ -120,7 +120,8 @@ def find_drift(names: Sequence[str], sizes: Sequence[int], gathered: torch.Tenso
         f"at step {step} parameter {names[place]!r} on {ranks_text(drifted)} differs from that on rank"
         f" {first} ({sum(differs)} of {len(names)} parameters differ): parameters were"
         " updated on some ranks only (by an optimizer's state, a skipped step, an in-place edit). Fix"
-        " that, and resume from the last checkpoint that passed the check"
+        " that, and resume from the last checkpoint that passed the check; attach(..., check_every=0) turns"
+        " it off, for replicas that differ on purpose"
     )
     return Drift(error, min((size, index) for index, size in enumerate(sizes) if differs[index])[1])
 
