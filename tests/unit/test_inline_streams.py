@@ -58,6 +58,7 @@ class Training:
         wrapped: Any = SimpleNamespace(
             check_finalization=lambda: None,
             find_unused_parameters=False,
+            tensors=dict,
             unused=set,
             spoil_gradients=lambda: None,
         )

@@ -51,13 +51,14 @@ class Trained:
         self.handles = self.skipping.watch(known, self.model.parameters(), **options)
 
     def backward(self, bad: bool = False) -> torch.Tensor:
-        self.skipping.begin()
+        self.skipping.in_backward = True
         loss: torch.Tensor = self.model(torch.ones(1, 3)).square().sum()
         loss.backward()
         if bad:
             for one in self.model.parameters():
                 assert one.grad is not None
                 one.grad.fill_(math.nan)
+        self.skipping.in_backward = False
         self.skipping.settled(0, not bad, lambda: dict(self.model.named_parameters()))
         return loss
 

@@ -58,7 +58,9 @@ class Skipping:
         self._obstacle: str | None = NOT_ATTACHED
         self.skips = False
         """Whether steps of known optimizers are skipped after an overflow."""
-        self._warned = self._in_backward = self._overflowed = False
+        self.in_backward = False
+        """Whether a step's gradients are being exchanged."""
+        self._warned = self._overflowed = False
         self._handles: list[Any] = []
 
     def watch(
@@ -87,10 +89,6 @@ class Skipping:
             self._adopt(optimizer)
         return self._handles
 
-    def begin(self) -> None:
-        """React to the start of a backward."""
-        self._in_backward = True
-
     def settled(self, step: int, committed: bool, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """React to a settled backward, which was committed or has overflowed.
 
@@ -99,7 +97,7 @@ class Skipping:
             committed: Whether it was committed.
             tensors: Returns the model's parameters.
         """
-        again, self._overflowed, self._in_backward = self._overflowed, not committed, False
+        again, self._overflowed = self._overflowed, not committed
         if committed:
             return
         self.overflows += 1
@@ -123,7 +121,7 @@ class Skipping:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._in_backward:  # a copy of the optimizer steps one bucket, see `step_some`
+        if self.in_backward:  # a copy of the optimizer steps one bucket, see `step_some`
             return
         own = optimizer in self._known
         if not own and holds_any(optimizer, self._parameters):

@@ -139,7 +139,7 @@ class StepOwner:
         """
         self._model.check_finalization()
         self.settle_leftover()
-        self.skipping.begin()
+        self.skipping.in_backward = True
         self._open = _OpenStep(lambda: self.scales.units(self.overflowed))
 
     def submit(
@@ -196,11 +196,11 @@ class StepOwner:
             self._engine.settle()
             committed = step is None or bool(self.events.agree_finite(all_true(step.finite)).item())
         except ThinwireError:
-            self._open = None
+            self._open, self.skipping.in_backward = None, False
             if step is not None:
                 step.roll_back()
             raise
-        self._open = None
+        self._open, self.skipping.in_backward = None, False
         if step is None:
             return
         self.overflowed = not committed
