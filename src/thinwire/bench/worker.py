@@ -186,6 +186,9 @@ def main() -> None:
     try:
         with served_store() if task.memory else nullcontext():
             work(task, report)
+    except SystemExit as error:  # of the user's model, and even sys.exit(0) is no success
+        report("error", f"the model's code called sys.exit({error.code})")
+        sys.exit(1)
     except Exception as error:
         report("error", reason(error))
         raise
