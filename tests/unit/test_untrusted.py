@@ -197,6 +197,7 @@ def test_a_class_that_would_not_load_is_refused_at_the_save_unless_the_user_allo
 
 
 def test_a_type_that_torch_cannot_load_is_refused_at_the_save() -> None:
-    for kind in ([], [collections.deque]):  # allowed or not
+    kinds: list[list[Any]] = [[], [collections.deque]]
+    for kind in kinds:  # allowed or not
         with torch.serialization.safe_globals(kind), pytest.raises(StateError, match=r"'last' (is|contains)"):
             check_loadable("last", collections.deque([1]))
