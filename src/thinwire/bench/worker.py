@@ -62,6 +62,11 @@ class Task:
     overtime: bool = True
     seconds: float = 600.0
 
+    @property
+    def result(self) -> str:
+        """The kind of the report that ends the task."""
+        return "memory" if self.memory else "losses" if self.losses else "tracks"
+
     def prepare(self, number: int) -> tuple[Workload, list[Contestant], float | None]:
         """Open the process group of that number. Return the workload, the contestants and the bucket size."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
