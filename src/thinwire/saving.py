@@ -59,8 +59,8 @@ def save_checkpoint(
         optimizer: Its optimizer, or all of them, in the same order as at load.
         wire: The wire that `attach` returned.
         **extra: Further state by name. Objects with state_dict and load_state_dict, such as a scheduler or a
-            GradScaler, are allowed, and so are plain values, such as a step or the state of a random number
-            generator. Your own classes need `torch.serialization.add_safe_globals`. Each rank saves its own.
+            GradScaler, are allowed, and so are plain values, such as a step. Each rank saves its own. Pass
+            arrays of numpy as tensors. Your own classes need `torch.serialization.add_safe_globals`.
 
     Returns:
         The folder's absolute path.

@@ -338,7 +338,7 @@ def keeps_a_users_file(rank: int, world_size: int, folder: str) -> None:
 def hostile_states(rank: int, world_size: int, folder: str) -> None:
     job, sentinel = Job(Int8(), seed=1), Path(folder, "ran")
     hostile = (Hostile(sentinel),)
-    with pytest.raises(thinwire.StateError, match=r"'args' contains .*Own, which is not data"):
+    with pytest.raises(thinwire.StateError, match=r"'args' contains .*Own, which is not plain data"):
         save_checkpoint(f"{folder}/args", *job.held, args=Own())
     assert not Path(folder, "args").exists()
     for name in ("optimizer", "extra", "wire"):

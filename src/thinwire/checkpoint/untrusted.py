@@ -11,7 +11,6 @@ import decimal
 import io
 import pathlib
 import pickle
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +56,10 @@ _PLAIN: tuple[Any, ...] = (
     *(pathlib.PosixPath, pathlib.WindowsPath),
     SimpleNamespace,
 )
-"""Types of data that run no code, besides those that `torch.load(weights_only=True)` knows."""
+"""Types of data that run no code, besides those that `torch.load(weights_only=True)` knows.
+
+numpy's are not among them: the state of a dtype can declare any bytes to be addresses of objects.
+"""
 
 
 class Reader(dcp.FileSystemReader):
@@ -97,7 +99,7 @@ def load_plain(file: io.BytesIO) -> Any:
     """
     # On exit torch's context removes what it was given, which would include names that the user has added.
     known = torch.serialization.get_safe_globals()
-    allowed = [one for one in (*_PLAIN, *_of_numpy()) if one not in known]
+    allowed = [one for one in _PLAIN if one not in known]
     with torch.serialization.safe_globals(allowed):
         try:
             return torch.load(file, weights_only=True)
@@ -115,10 +117,11 @@ def _refused(file: io.BytesIO, reason: str) -> str:
     if not names:
         reason = reason.partition("error:")[2].strip().partition("\n")[0]
         return f"is damaged, or is not plain data ({reason}): load an earlier one, or save plain values"
+    instead = "tensors, as by torch.from_numpy," if "numpy." in names else "plain values"
     return (
-        f"contains {names}, which is not data, and checkpoints are loaded without running code: save plain"
-        " values instead, or, if you trust it, pass it to torch.serialization.add_safe_globals before saving"
-        " and loading"
+        f"contains {names}, which is not plain data, and checkpoints are loaded without running code: save"
+        f" {instead} instead, or, if you trust it, pass it to torch.serialization.add_safe_globals before"
+        " saving and loading"
     )
 
 
@@ -131,15 +134,6 @@ def check_loadable(name: str, value: Any) -> None:
         load_plain(file)
     except StateError as error:
         raise StateError(f"{name!r} {error}") from error
-
-
-def _of_numpy() -> list[Any]:
-    """Return what arrays and scalars of numpy consist of, such as the state of numpy's random numbers."""
-    numpy = sys.modules.get("numpy")  # torch imports it where it is installed
-    if numpy is None:
-        return []
-    makers = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
-    return [numpy.ndarray, numpy.dtype, *makers, *{type(numpy.dtype(one)) for one in numpy.typecodes["All"]}]
 
 
 class _Record:
