@@ -8,6 +8,7 @@ Exit codes: 0 done · 1 failed · 2 wrong usage · 3 not possible on this machin
 """
 
 import ast
+import errno
 import importlib
 import importlib.util
 import re
@@ -24,6 +25,8 @@ except ModuleNotFoundError:
     sys.exit("thinwire's command line needs click: pip install click rich numpy")
 
 _CODES = (("OptionError", 2), ("UnavailableError", 3), ("ThinwireError", 1))
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALLED = {128 + number for number in _SIGNALS}
 
 
 def package_folder() -> Path:
@@ -81,12 +84,27 @@ class Commands(click.Group):
         ]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a subcommand, and turn thinwire's errors into exit codes."""
+        """Run a subcommand, and turn thinwire's errors into exit codes.
+
+        Commands end by `ctx.exit`, so `sys.exit` comes from a signal or from the code of a user's model. An
+        OSError is of the machine, such as a full disk. What else is raised is a defect, with a traceback.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
+        except SystemExit as error:
+            if isinstance(error.code, str) or error.code in _SIGNALLED:
+                raise
+            click.echo(f"Error: the code of the model or program called sys.exit({error.code})", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends quietly if the reader of a pipe has gone
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            click.echo(f"Error: {where}{error.strerror or error}", err=True)
+            ctx.exit(1)
         except Exception as error:
             kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "thinwire.errors"}
             if not kinds:
@@ -122,7 +140,7 @@ def cli() -> None:
 
 def main() -> None:
     """Start the command line."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as on Ctrl-C, but respect nohup
+    for number in _SIGNALS:  # clean up as on Ctrl-C, but respect nohup
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     cli(prog_name="thinwire")

@@ -7,6 +7,7 @@ own state separately. A folder gets its name only when it is complete.
 import copy
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from thinwire.strategies.attached import AttachedModel
 from thinwire.wire import Wire
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_WRITTEN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+"""The names of files that torch.distributed.checkpoint writes. Other files in the folder are the user's."""
 _REPLICAS = "replicas"
 """The key of model state that ranks do not share, such as buffers under broadcast_buffers=False."""
 
@@ -47,7 +50,8 @@ def save_checkpoint(
 
     It works with every program, `ZeRO`, averaged models and schedules. `load_checkpoint` loads it on any
     number of ranks. An existing checkpoint is replaced when the new one is complete. A crash before that
-    leaves the old one, which `load_checkpoint` finds.
+    leaves the old one, which `load_checkpoint` finds. Your own files in the folder, such as a tokenizer, are
+    kept.
 
     Args:
         folder: The folder to write, on a file system that all ranks share.
@@ -55,14 +59,16 @@ def save_checkpoint(
         optimizer: Its optimizer, or all of them, in the same order as at load.
         wire: The wire that `attach` returned.
         **extra: Further state by name. Objects with state_dict and load_state_dict, such as a scheduler or a
-            GradScaler, are allowed, and so are plain values, such as a step. Each rank saves its own.
+            GradScaler, are allowed, and so are plain values, such as a step. Each rank saves its own. Pass
+            arrays of numpy as tensors. Your own classes need `torch.serialization.add_safe_globals`.
 
     Returns:
         The folder's absolute path.
 
     Raises:
-        StateError: The folder holds something other than a checkpoint. Other ranks raise MismatchError, as
-            they do if an object of `extra` raises on one rank.
+        StateError: The folder holds something other than a checkpoint, or a state contains objects that
+            `load_checkpoint` would not unpickle. Other ranks raise MismatchError, as they do if an object of
+            `extra` raises on one rank.
         AttachError: Called during backward, or in a signal handler that interrupted a step or an exchange.
             Nothing is sent then.
         UnavailableError: numpy is missing, which torch.distributed.checkpoint needs on several ranks.
@@ -103,6 +109,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_checkpoint`, on any number of ranks; every rank must call it.
 
+    Nothing that the folder names is run: it holds tensors and plain values, and anything else raises.
     Valid before the first backward, with the program that was saved. To run another, swap afterwards.
 
     Args:
@@ -122,9 +129,9 @@ def load_checkpoint(
 
     Raises:
         OptionError: An object has no load_state_dict.
-        StateError: There is no complete checkpoint, or it does not fit. Ranks that could read it raise
-            MismatchError. The order of loading is optimizer, model, wire. If the optimizer's or the wire's
-            state does not fit, those before it have been loaded.
+        StateError: There is no complete checkpoint, or it names code, or does not fit. Ranks that could read
+            it raise MismatchError. The order of loading is optimizer, model, wire. If the optimizer's or the
+            wire's state does not fit, those before it have been loaded.
         MismatchError: With `missing_ok`, only some ranks find a checkpoint: `folder` is not shared by all.
         AttachError: Called during backward, or in a signal handler that interrupted a step or an exchange.
 
@@ -153,6 +160,11 @@ def load_checkpoint(
         if not path.exists():
             return {}
     with all_or_none(communicator, "load_checkpoint"):
+        if not (path / ".metadata").exists():
+            raise StateError(
+                f"there is no checkpoint at {str(path)!r}: pass the folder that thinwire.save_checkpoint has"
+                " written, or missing_ok=True to start without one"
+            )
         local = _local_state(path, communicator.rank, communicator.size)
         tensors = read_model(path, module, local)
         moments, state, others = (read_states(path, key) for key in ("optimizer", "wire", "extra"))
@@ -205,6 +217,7 @@ def _parts(
     elif rank == 0:
         parts["optimizer"] = {rank_key(0, 1): moments[rank_key(0, size)]}
     model = {original_name(name): one for name, one in target.module().state_dict().items()}
+    _check_loadable(own, moments, model)
     if rank == 0:
         parts["model"] = model
     differ = not strategy.replicas_equal and not strategy.saves_model
@@ -213,6 +226,16 @@ def _parts(
         tensors = copied({name: model[name] for name in model if name in local}, _to_cpu)
         parts[_REPLICAS] = {rank_key(rank, size): (tensors,)}
     return parts
+
+
+def _check_loadable(extra: Mapping[str, Any], moments: Any, model: Mapping[str, Any]) -> None:
+    """Raise StateError if a state contains objects that `load_checkpoint` would not unpickle."""
+    from thinwire.checkpoint.untrusted import check_loadable  # imports torch.distributed.checkpoint
+
+    others = {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)}
+    small = copied(moments, lambda tensor: tensor.new_empty(0))  # tensors always load, and may be large
+    for name, state in [*extra.items(), ("optimizer", small), *others.items()]:
+        check_loadable(name, state)
 
 
 def _check_numpy(size: int) -> None:
@@ -286,10 +309,31 @@ def _prepare(path: Path, unfinished: Path) -> None:
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename a complete checkpoint to its final name; `_found` finds a complete one at any moment."""
+    """Rename a complete checkpoint to its final name; `_found` finds a complete one at any moment.
+
+    The user's own files are in both folders before the first rename, so that a crash loses none of them.
+    """
     replaced = path.with_name(path.name + _REPLACED)
     if path.exists():
+        for own in path.iterdir():
+            if not _WRITTEN.fullmatch(own.name):
+                _carry(own, complete / own.name)
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     complete.rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _carry(source: Path, target: Path) -> None:
+    """Put a file or a folder in a second place, without a copy where the file system has hard links."""
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=_link)
+    else:
+        _link(source, target)
+
+
+def _link(source: "str | Path", target: "str | Path") -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # such as a network file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)

@@ -1,6 +1,7 @@
 """`save_checkpoint` and `load_checkpoint`: one line for every strategy, safe against crashes."""
 
 import contextlib
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
-from thinwire import DiLoCo, Exact, Int4, Int8, PerRank, Schedule, ZeRO, load_checkpoint, save_checkpoint
+from tests.unit.test_untrusted import Hostile, Own
+from thinwire import (
+    DiLoCo,
+    Exact,
+    Int4,
+    Int8,
+    PerRank,
+    Schedule,
+    ZeRO,
+    load_checkpoint,
+    read_states,
+    save_checkpoint,
+)
 from thinwire.saving import _found, _prepare, _replace
 
 DILOCO = DiLoCo(4, program=Int4(), fragments=2, overlap=1)
@@ -179,7 +192,11 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
         if name == "foreign":
             with _quiet():
                 dcp.save({"model": job.ddp.module.state_dict()}, checkpoint_id=f"{folder}/foreign")
-        said = "is missing or incomplete" if name == "nowhere" else "has no states by rank under 'optim"
+        said = (
+            "no checkpoint at .*thinwire.save_ch"
+            if name == "nowhere"
+            else "has no states by rank under 'optim"
+        )
         with pytest.raises(thinwire.StateError, match=said):
             load_checkpoint(f"{folder}/{name}", *job.held)
     if rank == 0:
@@ -200,7 +217,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(thinwire.StateError, match=r"the state belongs to Int8\(\), but Exact\(\) is running"):
         load_checkpoint(path, *Job(Exact(), seed=1).held)
     here = str(path) if rank == 0 else f"{folder}/nowhere"
-    with pytest.raises(thinwire.MismatchError if rank == 0 else thinwire.StateError, match="is missing or"):
+    with pytest.raises(thinwire.MismatchError if rank == 0 else thinwire.StateError, match="no checkpoint"):
         load_checkpoint(here, *job.held)
 
 
@@ -239,3 +256,106 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path: 
     _replace(path, unfinished)
     assert found() == "second"
     assert list(tmp_path.iterdir()) == [path]
+
+
+class Crash(BaseException):
+    """Ends a save, as a kill does."""
+
+
+def crash_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let some changes of the file system through, and raise at the next."""
+    left = iter(range(calls))
+
+    def counted(change: Any) -> Any:
+        def step(*args: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise Crash
+            return change(*args, **options)
+
+        return step
+
+    for owner, name in ((Path, "rename"), (os, "link"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+def write_checkpoint(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / name).write_text(text)
+
+
+def assert_complete(path: Path, texts: set[str]) -> None:
+    """The folder that would be loaded has both files of one checkpoint, and all that the user put there."""
+    here = _found(path)
+    assert (here / "__0_0.distcp").read_text() == (here / ".metadata").read_text()
+    assert (here / ".metadata").read_text() in texts
+    assert (here / "tokenizer.json").read_text() == "mine"
+    assert (here / "latest").is_symlink()
+    assert (here / "latest").read_text() == "mine too"
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_a_users_files_in_the_folder_outlive_a_save_and_a_crash_at_any_moment_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *args, **options: os.stat(tmp_path / "not supported"))
+    crashed = []
+    for calls in range(20):
+        path = tmp_path / str(calls) / "checkpoint"
+        unfinished = path.with_name("checkpoint.unfinished")
+        write_checkpoint(path, "old")
+        write_checkpoint(unfinished, "new")
+        (path / "samples").mkdir()
+        (path / "tokenizer.json").write_text("mine")
+        (path / "samples" / "first").write_text("mine too")
+        (path / "latest").symlink_to("samples/first")
+        with monkeypatch.context() as patch:
+            crash_after(calls, patch)
+            try:
+                _replace(path, unfinished)
+            except Crash:
+                crashed.append(calls)
+        assert_complete(path, {"old", "new"} if calls in crashed else {"new"})
+        _prepare(path, unfinished)
+        write_checkpoint(unfinished, "newer")
+        _replace(path, unfinished)
+        assert_complete(path, {"newer"})
+        assert list(path.parent.iterdir()) == [path]
+    assert 5 < len(crashed) < 20, "every moment was tried, and the last saves were not interrupted"
+
+
+def keeps_a_users_file(rank: int, world_size: int, folder: str) -> None:
+    job, path = Job(Int8(), seed=1), Path(folder, "checkpoint")
+    with _quiet():
+        save_checkpoint(path, *job.held, step=1)
+        (path / "tokenizer.json").write_text("mine")
+        save_checkpoint(path, *job.held, step=2)
+    assert (path / "tokenizer.json").read_text() == "mine"
+    assert load_checkpoint(path, *job.held) == {"step": 2}
+
+
+def hostile_states(rank: int, world_size: int, folder: str) -> None:
+    job, sentinel = Job(Int8(), seed=1), Path(folder, "ran")
+    hostile = (Hostile(sentinel),)
+    with pytest.raises(thinwire.StateError, match=r"'args' contains .*Own, which is not plain data"):
+        save_checkpoint(f"{folder}/args", *job.held, args=Own())
+    assert not Path(folder, "args").exists()
+    for name in ("optimizer", "extra", "wire"):
+        with _quiet():
+            path = save_checkpoint(f"{folder}/{name}", *job.held, scheduler=job.scheduler)
+            state = {key: read_states(path, key) for key in ("optimizer", "extra", "wire")}
+            state[name] = dict.fromkeys(state[name], hostile)
+            dcp.save({"model": job.ddp.module.state_dict(), **state}, checkpoint_id=path)
+        with pytest.raises(thinwire.StateError, match=rf"'{name}\.rank 0 of 1' contains \w+\.system"):
+            load_checkpoint(path, *job.held, scheduler=job.scheduler)
+    assert not sentinel.exists()
+
+
+def one_rank(rank: int, world_size: int, folder: str) -> None:
+    keeps_a_users_file(rank, world_size, folder)
+    hostile_states(rank, world_size, folder)
+
+
+def test_a_users_file_in_the_folder_is_kept_and_a_hostile_state_runs_nothing(tmp_path: Path) -> None:
+    run_ranks(one_rank, 1, str(tmp_path))

@@ -1,8 +1,11 @@
 """The command line: help, errors in one line, exit codes, data on stdout."""
 
+import errno
+import functools
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -10,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import thinwire
+from tests.unit import test_summary as summary
+from tests.unit.test_untrusted import Hostile
 from thinwire import UnavailableError
 from thinwire.bench.grid import Grid
 from thinwire.bench.results import Results
 from thinwire.cli import bench as bench_command
+from thinwire.cli import doctor as doctor_command
 from thinwire.cli.main import cli
 from thinwire.lab import checks, namespaces
 from thinwire.plan import load
@@ -173,6 +180,185 @@ def test_a_damaged_training_log_is_one_line_and_no_page(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "damaged in line 1" in result.stderr
     assert not (tmp_path / "steps.html").exists()
+
+
+def results_of(workload: str, *texts: str) -> Results:
+    """A benchmark of some programs on one link."""
+    cell = summary.cell(summary.PLAIN, *(summary.track(text, "thinwire", 0.7, 5e6, 2.0) for text in texts))
+    cell.workload = workload
+    return Results("thinwire bench", {"steps": 12, "programs": [*texts]}, {"cores": "2"}, [cell])
+
+
+def saved(path: Path, workload: str, *texts: str) -> Path:
+    results_of(workload, *texts).save(path, [])
+    return path
+
+
+FIRST = ("cells", 0, "tracks", 0)
+NESTED = "[" * 100_000 + "]" * 100_000
+DAMAGE: list[tuple[tuple[Any, ...], Any]] = [
+    (("format",), [2]),
+    (("command",), None),
+    (("settings",), ["x"]),
+    (("settings", "steps"), [[[]]]),
+    (("machine",), {"cores": 2}),
+    (("cells",), {}),
+    (("cells", 0), None),
+    (("cells", 0, "workload"), 7),
+    (("cells", 0, "hosts"), 0),
+    (("cells", 0, "hosts"), 10**400),
+    (("cells", 0, "rate"), "fast"),
+    (("cells", 0, "rate"), -1),
+    (("cells", 0, "parameters"), float("nan")),
+    (("cells", 0, "tracks"), [[]]),
+    (FIRST, {}),
+    ((*FIRST, "name"), None),
+    ((*FIRST, "name"), "\ud800"),
+    ((*FIRST, "step_seconds"), []),
+    ((*FIRST, "step_seconds"), [0.0] * 12),
+    ((*FIRST, "step_seconds", 3), "1"),
+    ((*FIRST, "step_seconds", 3), float("nan")),
+    ((*FIRST, "step_seconds", 3), 1e308),
+    ((*FIRST, "step_seconds"), [[1.0]]),
+    ((*FIRST, "losses"), []),
+    ((*FIRST, "losses"), [[1, 2, 3]]),
+    ((*FIRST, "losses", 0), 5),
+    ((*FIRST, "losses", 0, 1), float("inf")),
+    ((*FIRST, "losses", -1, 0), 11),
+    ((*FIRST, "seed_losses"), [[]]),
+    ((*FIRST, "cycle"), 0),
+    ((*FIRST, "averages_models"), "yes"),
+    ((*FIRST, "surprise"), 1),
+    (("cells", 0, "tracks", -1, "step_seconds"), None),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), DAMAGE, ids=str)
+def test_a_damaged_results_file_is_one_line(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
+    path = saved(tmp_path / "bench.json", "conv", "Int8")
+    data = json.loads(path.read_text())
+    *outer, last = place
+    functools.reduce(lambda within, key: within[key], outer, data)[last] = value
+    path.write_text(json.dumps(data))
+    one_line(run("report", str(path)), 1, "bench.json ")
+    assert not path.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "3", '"x"', NESTED, '{"format": 1}', "\xff", "\0"])
+@pytest.mark.parametrize("name", ["bench.json", "steps.jsonl"])
+def test_a_file_of_another_kind_is_one_line(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    one_line(run("report", str(tmp_path / name)), 1, name)
+    one_line(run("plan", "--check", str(tmp_path / name), "--programs", "Int8"), 1, name)
+    if name == "bench.json":
+        given = "plan --parameters 1e5 --compute 0.1s --hosts 2 --link 1gbit --programs Int8 --gaps"
+        one_line(run(*given.split(), str(tmp_path / name)), 1, name)
+        resumed = "bench --programs Exact --links loopback --steps 8 --out"
+        one_line(run(*resumed.split(), str(tmp_path / name)), 1, name)
+
+
+def one_line(result: Result, code: int, message: str) -> None:
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_results_file_runs_nothing_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sentinel, hostile = tmp_path / "ran", tmp_path / "hostile"
+    hostile.mkdir()
+    (hostile / ".metadata").write_bytes(pickle.dumps(Hostile(sentinel)))
+    (tmp_path / "their.py").write_text(f"open({str(sentinel)!r}, 'w').close()")
+    texts = (
+        f"read_states({str(hostile)!r})",
+        f"load_checkpoint({str(hostile)!r}, 1, 2, 3)",
+        f"os:system('touch {sentinel}')",
+        "their:Program",
+        f"Schedule({{0: read_states({str(hostile)!r})}})",
+    )
+    path = str(saved(tmp_path / "bench.json", "conv", *texts))
+    assert run("report", path).exit_code == 0
+    result = run("plan", "--check", path)
+    assert result.exit_code == 0, result.output
+    assert "left out: their:Program, because a file may not choose code to run" in result.stderr
+    assert f"left out: os:system('touch {sentinel}')" in result.stderr
+    given = "plan --parameters 1e5 --compute 0.1s --hosts 2 --link 1gbit --programs Int8 --gaps"
+    result = run(*given.split(), path)
+    assert result.exit_code == 0, result.output
+    assert "if it is yours, add it to --programs" in result.stderr
+    path = str(saved(tmp_path / "model.json", "their:build", "Int8"))
+    assert run("report", path).exit_code == 0
+    one_line(run("plan", "--check", path), 2, "if it is yours, pass --model their:build")
+    one_line(run("plan", "--check", path, "--model", "other:build"), 2, "pass --model their:build")
+    assert not sentinel.exists()
+
+
+def test_a_results_file_of_the_users_own_code_is_checked_where_the_user_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    model, program = "tests.surface.test_cli:build", "tests.unit.test_contestants:Mine(k=3)"
+    path = str(saved(tmp_path / "bench.json", model, program))
+    result = run("plan", "--check", path, "--model", model, "--programs", program, "--json")
+    assert result.exit_code == 0, result.output
+    assert [row["name"] for row in json.loads(result.stdout)[f"{model}, 2 hosts at 80mbit"]] == [
+        "DDP",
+        program,
+    ]
+    assert result.stderr == ""
+    given = ["plan", "--parameters", "1e5", "--compute", "0.1s", "--hosts", "2", "--link", "1gbit", "--json"]
+    result = run(*given, "--gaps", path, "--programs", program)
+    assert json.loads(result.stdout)["rows"][1]["gap"] is not None, result.output
+
+
+class Mean(torch.nn.Linear):
+    """A model whose output is its loss."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch).mean()
+
+
+def build() -> tuple[torch.nn.Module, Any]:
+    """A model as a user gives it."""
+    return Mean(4, 2), lambda rank, step: torch.ones(3, 4)
+
+
+@pytest.mark.parametrize("out", ["/dev/full", "/dev/null", "/proc/x.html", "/proc/x.json", "."])
+@pytest.mark.parametrize("command", ["report {path} --out", "bench --links loopback --out", "plan --plot"])
+def test_a_place_that_holds_no_file_is_refused_before_anything_runs(
+    tmp_path: Path, command: str, out: str
+) -> None:
+    path = saved(tmp_path / "bench.json", "conv", "Int8")
+    one_line(run(*command.format(path=path).split(), out), 2, f"out={out!r} ")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = saved(tmp_path / "bench.json", "conv", "Int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        one_line(run("report", str(path)), 1, "cannot be written (No space left on device)")
+    monkeypatch.setattr(doctor_command, "examine", full)  # any other command, anywhere
+    one_line(run("doctor"), 1, "Error: No space left on device")
+
+
+def ends() -> Any:
+    """A model that ends the process, as a script without a guard does."""
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("command", ["plan --hosts 2 --link 1gbit", "bench --links loopback"])
+def test_a_model_that_ends_the_process_is_an_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    given = ("--model", "tests.surface.test_cli:ends", "--programs", "Exact")
+    one_line(run(*command.split(), *given), 2, "does not work (SystemExit: 0)")
+    monkeypatch.setattr(doctor_command, "examine", ends)
+    one_line(run("doctor"), 1, "called sys.exit(0)")
 
 
 def no_way(*args: object) -> Any:

@@ -216,6 +216,18 @@ def test_links_lead_somewhere(page: str) -> None:
         assert "://" in target or (path.parent / target).exists(), f"{page} links to {target}"
 
 
+def test_every_claim_of_security_names_a_test_that_exists() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page):
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), flags=re.M), f"{file} has no {name}"
+    claims = re.findall(
+        r"^- .*?(?=^- |^$)", page.partition("## What it does not trust")[2], flags=re.M | re.S
+    )
+    assert len(claims) >= 4
+    for claim in claims:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", claim), f"without a test: {claim}"
+
+
 def test_the_readme_leads_to_every_page() -> None:
     root = Path(__file__).parents[2]
     footer = (root / "README.md").read_text().rstrip().splitlines()[-1]

@@ -1,6 +1,7 @@
 """Programs by the names that a user types."""
 
 import functools
+import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,7 +12,14 @@ import torch
 import thinwire
 from thinwire import OptionError
 from thinwire.bench.contestants import Contestant, line_up, rounds_needed
-from thinwire.bench.parsing import PROGRAMS, attach_line, parse_program, split_programs
+from thinwire.bench.parsing import (
+    PROGRAMS,
+    _makes_programs,
+    attach_line,
+    parse_program,
+    parse_saved,
+    split_programs,
+)
 from thinwire.programs.naming import describe
 
 
@@ -76,7 +84,20 @@ def test_a_users_own_program_with_options() -> None:
         ("tests.unit.test_contestants:Nobody", "has no 'Nobody'"),
         ("tests.unit.test_contestants:Broken", "does not work .RuntimeError: no luck"),
         ("Exact(__import__('os'))", "'__import__' is unknown"),
-        ("ThinwireError", "is not a program"),
+        ("ThinwireError", "'ThinwireError' is unknown"),
+        ("read_states('checkpoint')", "'read_states' is unknown"),
+        ("save_checkpoint('checkpoint', Int8(), Int8(), Int8())", "'save_checkpoint' is unknown"),
+        ("Warmup(load_checkpoint('checkpoint'), steps=3)", "'load_checkpoint' is unknown"),
+        ("Quantize(bits=8)", "is not a program"),
+        ("Int8(**{'block': 64})", r"\*\* is not possible here: write each option as name=value"),
+        ("Warmup(*[Int8()])", r"\*\[Int8\(\)\] is neither a literal nor a program"),
+        ("DiLoCo(period=4, outer=partial(Int8))", r"partial\(Int8\(\)\) must be of an optimizer"),
+        (f"Int8(block={'-' * 200}1)", "does not parse .it has more than 50 levels"),
+        (f"Int8(block={'-' * 3000}1)", "does not parse"),
+        (f"Int8(block={'-' * 30_000}1)", "does not parse .it has more than 10000 characters"),
+        (f"{'Warmup(' * 90}Int8{')' * 90}", "does not parse .it has more than 50 levels"),
+        (f"{'Warmup(' * 900}Int8{')' * 900}", "does not parse"),
+        ("Int8(\0)", "does not parse"),
         ("ZeRO(parameters=torch.nn)", "torch.nn is not a dtype"),
         ("ZeRO(parameters=os.path)", "os.path is not a dtype"),
         ("DiLoCo", "missing 1 required"),
@@ -85,6 +106,29 @@ def test_a_users_own_program_with_options() -> None:
 def test_what_is_no_program_is_an_error_with_the_text(text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse_program(text)
+
+
+def test_texts_of_files_make_programs_and_import_nothing() -> None:
+    text = "tests.unit.test_contestants:Mine(k=3)"
+    assert parse_saved("Schedule({0: Exact, 5: Int8()})") == parse_program("Schedule({0: Exact, 5: Int8()})")
+    with pytest.raises(OptionError, match="is code that a file names: pass it by --programs"):
+        parse_saved(text)
+    with pytest.raises(OptionError, match="is code that a file names"):
+        parse_saved(text, ["tests.unit.test_contestants:Mine(k=4)"])
+    assert parse_saved(text, [text]) == Mine(k=3)
+
+
+def test_a_text_can_call_nothing_but_makers_of_programs() -> None:
+    """What else is public must not be called with arguments from a file."""
+    callable_by_text = {name for name in thinwire.__all__ if _makes_programs(getattr(thinwire, name))}
+    assert set(PROGRAMS) <= callable_by_text
+    for name in callable_by_text:
+        made = getattr(thinwire, name)
+        rooms = ("thinwire.programs.", "thinwire.codecs.", "thinwire.strategies.", "thinwire.plan.")
+        assert inspect.unwrap(made).__module__.startswith(rooms)
+        assert isinstance(made, type) or made.is_preset
+    others = {"attach", "load_checkpoint", "save_checkpoint", "read_states", "merge_optimizer_states", "Wire"}
+    assert not callable_by_text & (others | {"Memory", "PerRank", "GatheredState", "Strategy", "Context"})
 
 
 def test_strategies_and_their_options() -> None:

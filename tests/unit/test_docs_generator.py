@@ -1,6 +1,8 @@
 """The generator reads sources and docstrings of any style, and never imports them."""
 
+import importlib
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -90,6 +92,15 @@ def test_names_are_public_where_they_are_exported_and_described_where_they_are_d
     assert names == {"shop.sell": "shop._till.sell", "shop.Drink": "shop.goods.Tea"}
     assert [page.name for page in project.pages] == ["shop", "shop._till", "shop.goods"]
     assert project.imports["shop"] == {"shop._till", "shop.goods"}
+
+
+def test_a_package_is_documented_without_importing_it(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(shop.parent)
+    (shop / "deep.py").write_text(f"x = {'-' * 20_000}1")  # more than Python's parser takes
+    assert [one.word for one in look_up("sell", "shop")] == ["sell"]
+    assert "shop" not in sys.modules
+    with pytest.raises(SystemExit, match="imported"):
+        importlib.import_module("shop")
 
 
 def test_a_page_has_what_the_source_says(shop: Path) -> None:

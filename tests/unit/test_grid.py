@@ -1,7 +1,8 @@
 """The grid without its ranks: what is measured again, and what is not."""
 
 import json
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from thinwire import OptionError, StateError
 from thinwire.bench import grid as grid_module
-from thinwire.bench import real
+from thinwire.bench import real, worker
 from thinwire.bench.grid import Grid, cause_of, run_grid
 from thinwire.bench.results import Cell, Track
 from thinwire.errors import LabError
+from thinwire.lab.hosts import Loopback
+from thinwire.lab.run import Finished
 
 TRACKS = [Track("DDP", "ddp", ""), Track("Exact", "thinwire", "exact"), Track("alone", "alone", "")]
 for one in TRACKS:
@@ -49,6 +52,31 @@ def run(path: Path, links: str, *, fresh: bool = False, **changes: Any) -> list[
     run_grid(grid, path, f"bench {links}", fresh=fresh, on_progress=lambda *_: None, on_line=lambda _: None)
     cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
     return cells
+
+
+def test_ranks_that_end_without_a_result_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a model that calls os._exit(0)."""
+    monkeypatch.setattr(grid_module, "run_on", lambda *args: Finished(0, None, 1.0, None))
+    task = Grid(workload="conv", programs=("exact",), links=("loopback",), hosts=(2,), steps=8).task()
+    with pytest.raises(LabError, match="host 0 ended before it had measured, with exit code 0"):
+        grid_module._run(Loopback(2), task, lambda line: None)
+
+
+def test_a_rank_whose_model_ends_the_process_reports_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(*args: Any) -> None:
+        sys.exit(0)
+
+    task = Grid(workload="conv", programs=("exact",), links=("loopback",), hosts=(2,), steps=8).task()
+    monkeypatch.setattr(sys, "argv", ["worker", json.dumps(asdict(task))])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(worker, "work", ends)
+    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        worker.main()
+    assert ended.value.code == 1
+    assert "the model's code called sys.exit(0)" in capsys.readouterr().out
 
 
 def test_finished_cells_are_not_measured_again(tmp_path: Path, measured: list[tuple[int, str]]) -> None:

@@ -19,6 +19,8 @@ from tests.simulated import compressing_alone
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.wire_state import merged, own_states
+from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from thinwire.engine.agreement import Described
 
 PROGRAMS = {
@@ -122,6 +124,19 @@ CHANGES = st.one_of(
         ]
     ),
 )
+
+
+@pytest.mark.usefixtures("alone")
+def test_states_load_without_running_code() -> None:
+    """Under torch.load(weights_only=True), which runs nothing that a file names."""
+    job = Job(PROGRAMS["int8"])
+    job.train()
+    named = [PowerSGDState(None, matrix_approximation_rank=2), PostLocalSGDState(None, None, 3)]
+    for state in (job.wire.state_dict(), *named):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert type(torch.load(file, weights_only=True)) is type(state)
 
 
 @pytest.mark.usefixtures("alone")

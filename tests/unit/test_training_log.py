@@ -228,6 +228,7 @@ def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
         ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('bytes_sent'\)\)"),
         ([ROW, "[1]\n"], "line 2 is not a row of telemetry"),
         ([ROW, ROW.replace("1000", '"many"')], "line 2 is not a row of telemetry"),
+        ([ROW, "[" * 100_000 + "\n"], "damaged in line 2"),
     ],
 )
 def test_what_is_damaged_is_named_by_line(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -251,6 +252,27 @@ def test_a_row_with_any_wrong_value_is_refused_or_shown(tmp_path: Path, wrong: o
             path = written(tmp_path / "steps.jsonl", *(json.dumps(one) + "\n" for one in rows))
             with contextlib.suppress(StateError):
                 render(Log.load(path), "steps.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"residual": "x"}, {"residual": [1]}, {"residual": 10**400}, {"action": [1]}, {"worst": None}),
+        *({"error": {}}, {"step": "x"}, {"world_size": "two"}, {"world_size": -1}),
+    ],
+    ids=str,
+)
+def test_a_damaged_audit_is_named_by_line(tmp_path: Path, change: Row) -> None:
+    path = written(tmp_path / "steps.jsonl", ROW, json.dumps(audit(0, {"w": 0.1}) | change) + "\n")
+    with pytest.raises(StateError, match="line 2 is not a row of telemetry"):
+        Log.load(path)
+
+
+def test_an_error_that_is_no_number_is_shown_as_infinite(tmp_path: Path) -> None:
+    row = json.dumps(audit(0, {"w": math.nan}) | {"residual": math.nan}) + "\n"
+    log = Log.load(written(tmp_path / "steps.jsonl", ROW, row))
+    assert log.audits[0].worst_error == log.audits[0].residual == math.inf
+    assert list(log.parameters["w"].errors) == [math.inf]
 
 
 def test_results_and_other_files_are_no_logs(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from thinwire import Averaging
 from thinwire.bench.contestants import exchanges
-from thinwire.bench.parsing import attach_line, parse_program
+from thinwire.bench.parsing import attach_line, parse_saved
 from thinwire.bench.results import Cell, Results
 from thinwire.bench.summary import Quartiles, Row, rows
 from thinwire.bench.words import percent
@@ -60,7 +60,15 @@ def advise(cell: Cell) -> Advice:
     best = min(tied, key=_danger)
     text = f"{here}, use {best.name}: {spent}; {_gains(best, plain, _steps(cell))}."
     text += _ties(best, tied) + _left_on_wire(best) + warning
-    return Advice(text, attach_line(best.text) if best.kind == "thinwire" else None)
+    return Advice(text, _line(best))
+
+
+def _line(best: Row) -> str | None:
+    """Return the line that attaches a contestant, or None for plain DDP, torch's own, and a damaged text."""
+    try:
+        return attach_line(best.text) if best.kind == "thinwire" else None
+    except OptionError:
+        return None
 
 
 def _steps(cell: Cell) -> int:
@@ -117,12 +125,12 @@ def _too_few_exchanges(others: list[Row], steps: int) -> str:
 
 def _averaged(row: Row) -> Averaging | None:
     """Return the configuration of averaged models that a row names, or None."""
-    if row.kind != "thinwire" or ":" in row.text:  # a user's own module is not imported to give advice
+    if row.kind != "thinwire":
         return None
     try:
-        program = parse_program(row.text)
+        program = parse_saved(row.text)
     except OptionError:
-        return None  # of another version
+        return None  # of another version, or a user's own, which is not imported to give advice
     return program if isinstance(program, Averaging) else None
 
 

@@ -301,6 +301,8 @@ def _run(
     if finished.exit_code:
         ended = f"host {finished.failed_host} ended with exit code {finished.exit_code}"
         raise LabError(cause_of(errors) or ended)
+    if task.result not in reported:
+        raise LabError("host 0 ended before it had measured, with exit code 0: the model's code ended it")
     return reported
 
 

@@ -1,22 +1,31 @@
-"""Programs and strategies as text: parsed into objects, and spelled as the Python that makes them."""
+"""Programs and strategies as text: parsed into objects, and spelled as the Python that makes them.
+
+A text can make programs, strategies and codecs, and nothing else: texts come from results files too. Code by
+`package.module:Name` is imported for `parse_program`, whose text the user wrote, and not for `parse_saved`.
+"""
 
 import ast
+import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import torch
 
 import thinwire
-from thinwire import Configuration, Program, Schedule
+from thinwire import Codec, Configuration, Program, Schedule, Size
 from thinwire.bench.workloads import call_users, find_object
 from thinwire.errors import OptionError
-from thinwire.programs.naming import describe
+from thinwire.programs.naming import Written, describe
 
 PROGRAMS = ("Exact", "FP16", "BF16", "Int8", "Int4", "Int2", "FP8", "Sign", "TopK", "RandomK", "PowerSGD")
 """thinwire's gradient programs that need no options."""
 
 Attachable: TypeAlias = Program | Configuration | Schedule
 """What `thinwire.attach` accepts."""
+
+_LONGEST, _DEEPEST = 10_000, 50
+"""Limits of a text: Python's parser and the functions below are recursive."""
 
 
 def parse_program(text: str) -> Attachable:
@@ -41,6 +50,30 @@ def parse_program(text: str) -> Attachable:
         )
     describe(program)
     return program  # type: ignore[no-any-return] # attach checks its type again
+
+
+def parse_saved(text: str, named: Collection[str] = ()) -> Attachable:
+    """Make a program or a strategy from the text of a file, which runs no code of the file's choice.
+
+    Args:
+        text: As for `parse_program`.
+        named: Texts that the user wrote. Only these may name code by `package.module:Name`.
+
+    Raises:
+        OptionError: As for `parse_program`, or the text names code that is not in `named`.
+    """
+    if names_code(text) and text not in named:
+        raise OptionError(f"program={text!r} is code that a file names: pass it by --programs to run it")
+    return parse_program(text)
+
+
+def names_code(text: str) -> bool:
+    """Return whether a text names a user's own code, by `package.module:Name`.
+
+    >>> names_code("mine:Program(1)"), names_code("Schedule({0: Exact()})")
+    (True, False)
+    """
+    return ":" in text.partition("(")[0]
 
 
 def split_programs(text: str) -> list[str]:
@@ -123,17 +156,34 @@ def _parse(text: str) -> tuple[str, ast.expr]:
     before, bracket, after = text.partition("(")
     module, colon, name = before.rpartition(":")
     try:
-        return module + colon, ast.parse((name + bracket + after).strip(), mode="eval").body
-    except SyntaxError as error:
+        if len(text) > _LONGEST:
+            raise SyntaxError(f"it has more than {_LONGEST} characters")
+        tree = ast.parse((name + bracket + after).strip(), mode="eval").body
+        if not _is_shallow(tree):
+            raise SyntaxError(f"it has more than {_DEEPEST} levels")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null character
+        reason = getattr(error, "msg", None) or str(error) or "it is too deep"
+        shown = text if len(text) < 200 else f"{text[:200]}..."
         raise OptionError(
-            f"program={text!r} does not parse ({error.msg}): write Name or Name(option=value)"
+            f"program={shown!r} does not parse ({reason}): write Name or Name(option=value)"
         ) from error
+    return module + colon, tree
+
+
+def _is_shallow(tree: ast.expr) -> bool:
+    """Return whether a tree has few enough levels for recursive functions."""
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return not level
 
 
 def _build(tree: ast.expr, prefix: str) -> Any:
     """Evaluate a call or a bare name, which is called without options."""
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-        options = {word.arg: _value(word.value) for word in tree.keywords if word.arg}
+        if any(word.arg is None for word in tree.keywords):
+            raise ValueError("** is not possible here: write each option as name=value")
+        options = {str(word.arg): _value(word.value) for word in tree.keywords}
         return _find(tree.func.id, prefix)(*(_value(arg) for arg in tree.args), **options)
     if isinstance(tree, ast.Name):
         return _find(tree.id, prefix)()
@@ -152,7 +202,10 @@ def _value(tree: ast.expr) -> Any:
     if isinstance(tree, ast.List | ast.Tuple):
         parts = [_value(part) for part in tree.elts]
         return parts if isinstance(tree, ast.List) else tuple(parts)
-    return ast.literal_eval(tree)
+    try:
+        return ast.literal_eval(tree)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(tree)} is neither a literal nor a program") from None
 
 
 def _torch_attribute(tree: ast.Attribute) -> Any:
@@ -172,11 +225,30 @@ def _find(name: str, prefix: str) -> Any:
     if prefix:
         return find_object(prefix + name, "program")
     if name == "partial":
-        return functools.partial
+        return _partial
     for public in thinwire.__all__:
-        if public.lower() == name.lower():
+        if public.lower() == name.lower() and _makes_programs(getattr(thinwire, public)):
             return getattr(thinwire, public)
     raise OptionError(
         f"program={name!r} is unknown: choose from {', '.join(PROGRAMS)}, a strategy such as"
         " DiLoCo(period=16), or your own by package.module:Name"
     )
+
+
+def _makes_programs(public: object) -> bool:
+    """Return whether a public name is a program, a strategy, a codec, a part of one, or a preset of these.
+
+    Other functions must not be called: with arguments of a file, some of them read or write files.
+    """
+    if isinstance(public, type):
+        return dataclasses.is_dataclass(public) and issubclass(public, Written | Codec | Size)
+    return getattr(public, "is_preset", False) is True
+
+
+def _partial(optimizer: object, /, **options: Any) -> "functools.partial[torch.optim.Optimizer]":
+    """Return an outer optimizer with its options."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise OptionError(
+            f"partial({optimizer!r}) must be of an optimizer: write partial(torch.optim.SGD, lr=0.7)"
+        )
+    return functools.partial(optimizer, **options)

@@ -2,10 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.bench.parsing import parse_program
+from thinwire.bench.parsing import names_code, parse_saved
 from thinwire.bench.results import Cell, Results, Track
 from thinwire.bench.summary import Row, rows
 from thinwire.engine.meter import GRADIENTS, MODELS
@@ -43,7 +43,13 @@ class Prediction:
         return float(getattr(self.predicted, term)) / found - 1 if found else None
 
 
-def predict(cell: Cell, model: Measured, cores: float, network: Network | None = None) -> list[Prediction]:
+def predict(
+    cell: Cell,
+    model: Measured,
+    cores: float,
+    network: Network | None = None,
+    named: Collection[str] = (),
+) -> list[Prediction]:
     """Predict the costs of all contestants of a cell that the planner knows.
 
     The time without communication is the cell's own, of the contestant that does not communicate. All else
@@ -54,6 +60,7 @@ def predict(cell: Cell, model: Measured, cores: float, network: Network | None =
         model: The model's shapes, and the times at which its gradients are ready, measured here.
         cores: The cores that all hosts of the cell share.
         network: The network as probed. None to take the link's rate.
+        named: The programs that the user named. Code in the cell's texts is imported for these only.
 
     Raises:
         StateError: The cell has no measurements.
@@ -68,7 +75,7 @@ def predict(cell: Cell, model: Measured, cores: float, network: Network | None =
     there = network or _given(cell)
     return [
         Prediction(track.name, planner.cost(candidate, there), _measured(found[track.name]))
-        for track, candidate in _candidates(cell.tracks)
+        for track, candidate in _candidates(cell.tracks, named)
         if track.name in found
     ]
 
@@ -103,20 +110,20 @@ def predict_log(log: Log, planner: Planner, candidate: Candidate, network: Netwo
     return Prediction(candidate.name, planner.cost(candidate, network), measured)
 
 
-def _candidates(tracks: Iterable[Track]) -> Iterable[tuple[Track, Candidate]]:
+def _candidates(tracks: Iterable[Track], named: Collection[str]) -> Iterable[tuple[Track, Candidate]]:
     for track in tracks:
         if track.kind == "ddp":
             yield track, replace(PLAIN_DDP, bucket_mb=track.bucket_mb)
         elif track.kind == "thinwire":
             try:
-                candidate = Candidate.of(track.text, parse_program(track.text))
-            except OptionError:  # the planner does not know it
+                candidate = Candidate.of(track.text, parse_saved(track.text, named))
+            except OptionError:  # the planner does not know it, or it is code that `left_out` lists
                 continue
             yield track, replace(candidate, bucket_mb=track.bucket_mb)
 
 
 def _given(cell: Cell) -> Network:
-    rate = math.inf if cell.rate is None else FRAMING * cell.rate
+    rate = FRAMING * cell.rate if cell.rate else math.inf
     return Network(ranks=cell.hosts, link=Link(up=rate, down=rate))
 
 
@@ -151,18 +158,33 @@ def _measured(row: Row) -> dict[str, float]:
     return {name: value for name, value in terms.items() if value is not None}
 
 
-def measured_gaps(results: Results) -> dict[str, Gap]:
+def left_out(results: Results, named: Collection[str]) -> list[str]:
+    """Return the programs of a results file that are code which the user did not name.
+
+    Args:
+        results: The results.
+        named: The programs that the user named.
+    """
+    tracks = (track for cell in results.cells for track in cell.tracks if track.kind == "thinwire")
+    return sorted({track.text for track in tracks if names_code(track.text)} - set(named))
+
+
+def measured_gaps(results: Results, named: Collection[str] = ()) -> dict[str, Gap]:
     """Return the loss gaps of all programs in a results file, the largest where there are several.
 
     Args:
         results: The results of a benchmark on the model to plan for.
+        named: The programs that the user named. Code in the file's texts is imported for these only.
     """
     found: dict[str, Gap] = {}
     for cell in results.cells:
         for row in rows(cell):
             if row.kind != "thinwire" or row.loss_gap is None or not math.isfinite(row.loss_gap):
                 continue
-            name = short(parse_program(row.text))
+            try:
+                name = short(parse_saved(row.text, named))
+            except OptionError:  # of another version, or code that `left_out` lists
+                continue
             steps = next(track.losses[-1][0] for track in cell.tracks if track.kind == "ddp")
             gap = Gap(row.loss_gap, "results file", cell.workload, cell.parameters, steps, results.command)
             if name not in found or found[name].value < gap.value:

@@ -6,11 +6,22 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from thinwire.errors import StateError
 
 FORMAT = 1
+_LARGEST, _SHORTEST, _MOST_HOSTS, _MOST_SHOWN = 1e40, 1e-9, 1 << 16, 80
+"""Limits of a file's numbers, so that no figure overflows, and of what an error shows of a value."""
+_POINTS = list[tuple[int, float | None]]
+_IN_FILE: dict[str, Any] = {
+    "losses": _POINTS,
+    "seed_losses": list[_POINTS],
+    "rate": float | None,
+    "settings": dict[str, str | int | float | bool | list[str] | None],
+}
+"""Fields whose type in a file is not the annotated one. A loss that is not finite is null."""
 
 
 @dataclass
@@ -103,10 +114,15 @@ class Cell:
         """Rebuild a cell from the plain values of `dataclasses.asdict`."""
         known = {one.name for one in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
+        cell = Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": []})
+        _check_types(cell, f"cell {_short(cell.key)}")
         for track in tracks:
+            _check_types(track, f"{_short(track.name)} in cell {_short(cell.key)}")
             track.losses = _points(track.losses)
             track.seed_losses = [_points(points) for points in track.seed_losses]
-        return Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": tracks})
+        cell.tracks = tracks
+        _check_values(cell)
+        return cell
 
 
 @dataclass
@@ -156,16 +172,83 @@ class Results:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
                 raise StateError(
-                    f"{path} has format {data['format']!r}, expected {FORMAT}: run the benchmark again"
+                    f"{path} has format {_short(data['format'])}, expected {FORMAT}: run the benchmark again"
                 )
-            cells = [Cell.from_json(cell) for cell in data["cells"]]
-            return Results(data["command"], data["settings"], data["machine"], cells)
+            results = Results(data["command"], data["settings"], data["machine"])
+            _check_types(results, "the file")
+            if not isinstance(data["cells"], list):
+                raise TypeError(f"cells is {_short(data['cells'])}")
+            results.cells = [Cell.from_json(cell) for cell in data["cells"]]
+            return results
         except OSError as error:
             raise StateError(f"{path} cannot be read: {error.strerror}") from error
+        except _DamagedError as error:
+            raise StateError(f"{path} is damaged: {error}; run the benchmark again") from error
+        except RecursionError as error:
+            raise StateError(f"{path} is not a results file of thinwire bench (too many levels)") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, StateError):
                 raise
-            raise StateError(f"{path} is not a results file of thinwire bench ({error!r})") from error
+            raise StateError(f"{path} is not a results file of thinwire bench ({_short(error)})") from error
+
+
+class _DamagedError(Exception):
+    """A value that no benchmark writes."""
+
+
+def _check_types(made: Any, what: str) -> None:
+    """Raise _DamagedError if a field has another type than its annotation, or a number out of range."""
+    hints = get_type_hints(type(made)) | {name: _IN_FILE[name] for name in _IN_FILE if hasattr(made, name)}
+    for name, hint in hints.items():
+        if not _fits(getattr(made, name), hint):
+            shown = getattr(hint, "__name__", hint) if isinstance(hint, type) else hint
+            raise _DamagedError(f"{name} of {what} is {_short(getattr(made, name))}, expected {shown}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON has the type of an annotation."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items()
+        )
+    if hint in (int, float):
+        return type(value) in (int, hint) and abs(value) <= _LARGEST  # False for NaN
+    if hint is str:
+        return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return type(value) is hint
+
+
+def _check_values(cell: Cell) -> None:
+    """Raise _DamagedError if measurements are missing that the figures are derived from."""
+    what = f"cell {_short(cell.key)}"
+    if not 1 <= cell.hosts <= _MOST_HOSTS or (cell.rate is not None and cell.rate < 0):
+        raise _DamagedError(f"{what} has hosts={cell.hosts} and rate={cell.rate}")
+    plain = next((track for track in cell.tracks if track.kind == "ddp"), None)
+    for track in cell.tracks:
+        if track.unavailable is not None and track.kind not in ("ddp", "alone"):
+            continue
+        if not track.step_seconds or min(track.step_seconds) < _SHORTEST:
+            raise _DamagedError(f"{track.name!r} in {what} has no time for each step")
+        if track.cycle is not None and track.cycle < 1:
+            raise _DamagedError(f"{track.name!r} in {what} has cycle={track.cycle}")
+        if plain is None or track.kind == "alone":
+            continue
+        last = plain.losses[-1][0] if plain.losses else None
+        if any(last not in dict(points) for points in (track.losses, *track.seed_losses)):
+            raise _DamagedError(f"{track.name!r} in {what} has no loss after {last} steps")
+
+
+def _short(value: object) -> str:
+    """Return a value's repr without most of a long one."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _points(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:

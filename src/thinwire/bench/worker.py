@@ -62,6 +62,11 @@ class Task:
     overtime: bool = True
     seconds: float = 600.0
 
+    @property
+    def result(self) -> str:
+        """The kind of the report that ends the task."""
+        return "memory" if self.memory else "losses" if self.losses else "tracks"
+
     def prepare(self, number: int) -> tuple[Workload, list[Contestant], float | None]:
         """Open the process group of that number. Return the workload, the contestants and the bucket size."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -186,6 +191,9 @@ def main() -> None:
     try:
         with served_store() if task.memory else nullcontext():
             work(task, report)
+    except SystemExit as error:  # of the user's model, and even sys.exit(0) is no success
+        report("error", f"the model's code called sys.exit({error.code})")
+        sys.exit(1)
     except Exception as error:
         report("error", reason(error))
         raise

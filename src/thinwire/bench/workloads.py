@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,9 @@ from torch import nn
 from torch.nn import functional
 
 from thinwire.errors import OptionError
+
+_ENDED_BY_SIGNAL = {128 + number for number in (signal.SIGTERM, signal.SIGHUP)}
+"""The exit codes of the command line after a signal. Other exits within the user's code are its own."""
 
 Batch = Callable[[int, int], Any]
 """A function from a rank and a step to a batch. The same arguments must give the same batch."""
@@ -267,14 +271,16 @@ def call_users(function: Callable[[], Any], what: str, signature: str = "") -> A
         signature: The arguments that it must take, for the message of a TypeError.
 
     Raises:
-        OptionError: The code raised an exception, whose first line is in the message.
+        OptionError: The code raised an exception, whose first line is in the message, or called sys.exit.
     """
     try:
         with redirect_stdout(sys.stderr):
             return function()
     except OptionError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in _ENDED_BY_SIGNAL:
+            raise
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         hint = f"{signature}; " if signature and isinstance(error, TypeError) else ""
         raise OptionError(

@@ -104,13 +104,14 @@ def read_states(
         checkpoint_id: The checkpoint's folder.
         key: The key of the wire, or of a `PerRank`, in the saved dict. `"app.wire"` if it was nested in the
             state of another object.
-        storage_reader: A storage reader of DCP, for checkpoints that are not folders.
+        storage_reader: A storage reader of DCP, for checkpoints that are not folders. It reads the metadata,
+            and torch's own readers unpickle it.
 
     Returns:
         The states by rank key, for `load_state_dict` of a wire or a `PerRank`.
 
     Raises:
-        StateError: The checkpoint cannot be read, or has no states by rank under `key`.
+        StateError: The checkpoint cannot be read, names code, or has no states by rank under `key`.
 
     Example::
 
@@ -187,12 +188,15 @@ def _at(checkpoint_id: "str | os.PathLike[str]") -> str:
 
 def _open(checkpoint_id: "str | os.PathLike[str]", storage_reader: Any = None) -> tuple[Any, dict[str, str]]:
     """Return a reader, and the shapes of all entries by name, empty for entries that are not tensors."""
-    import torch.distributed.checkpoint as dcp  # takes a second to import
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # takes a second to import
 
-    reader = dcp.FileSystemReader(checkpoint_id) if storage_reader is None else storage_reader
+    from thinwire.checkpoint.untrusted import Reader
+
+    reader = Reader(checkpoint_id) if storage_reader is None else storage_reader
     try:
         entries = reader.read_metadata().state_dict_metadata
+    except StateError as error:
+        raise StateError(f"{_at(checkpoint_id)} {error}") from error
     except Exception as error:
         raise StateError(
             f"{_at(checkpoint_id)} is missing or incomplete ({type(error).__name__}: {error}): pass the"
@@ -210,6 +214,8 @@ def _read(reader: Any, key: str, state: Any, checkpoint_id: "str | os.PathLike[s
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from thinwire.checkpoint.untrusted import Planner
+
     # In torch 2.6 `load` has no `no_dist`, and only its deprecated form reads without a collective.
     load = dcp.load if "no_dist" in inspect.signature(dcp.load).parameters else dcp.load_state_dict
     filled = {key: state}
@@ -217,8 +223,11 @@ def _read(reader: Any, key: str, state: Any, checkpoint_id: "str | os.PathLike[s
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated")
-            load(filled, storage_reader=reader, no_dist=True)
+            load(filled, storage_reader=reader, planner=Planner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
+        for cause, _ in getattr(error, "failures", {}).values():
+            if isinstance(cause, StateError):
+                raise StateError(f"{_at(checkpoint_id)}: {cause}") from error
         raise StateError(
             f"{key!r} of {_at(checkpoint_id)} cannot be read: it is damaged, load an earlier one"
         ) from error

@@ -1,8 +1,8 @@
 """The command line's output. Data goes to stdout, everything else to stderr. rich respects NO_COLOR."""
 
 import json
-import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from thinwire.bench.results import plain
-from thinwire.errors import OptionError
+from thinwire.errors import OptionError, StateError
 
 _WIDE = 160  # the width without a terminal
 _PLAIN = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
@@ -24,10 +24,20 @@ def print_json(data: Any) -> None:
 
 
 def write_page(path: Path, page: str, *, as_json: bool) -> None:
-    """Write an HTML page, and print its path, or as JSON its path and size."""
-    path.write_text(page, encoding="utf-8")
+    """Write an HTML page, and print its path, or as JSON its path and size.
+
+    Raises:
+        StateError: The file cannot be written.
+    """
+    data = page.encode("utf-8", "replace")  # a log may contain half a character
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be written ({error.strerror}): choose another place by --out"
+        ) from error
     if as_json:
-        print_json({"path": str(path), "bytes": len(page.encode())})
+        print_json({"path": str(path), "bytes": len(data)})
     else:
         err.print("open in a browser:", style="dim")
         out.print(str(path.resolve()))
@@ -39,5 +49,12 @@ def check_writable(path: Path) -> None:
         raise OptionError(f"out={str(path)!r} is in a folder that does not exist: create {path.parent} first")
     if path.is_dir():
         raise OptionError(f"out={str(path)!r} is a folder: pass the name of a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OptionError(f"out={str(path)!r} cannot be written: choose another place")
+    if path.exists() and not path.is_file():  # a benchmark replaces the file, and must not replace a device
+        raise OptionError(f"out={str(path)!r} is a device: pass the name of a file")
+    try:
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+            return  # the permissions alone do not tell: root has them all, and /proc has no files
+    except OSError as error:
+        raise OptionError(
+            f"out={str(path)!r} cannot be written ({error.strerror}): choose another place"
+        ) from error

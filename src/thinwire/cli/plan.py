@@ -53,7 +53,10 @@ _FILE = click.Path(path_type=Path)
     "--gaps", "results", type=_FILE, help="Results file of thinwire bench on your model, for loss gaps."
 )
 @click.option(
-    "--check", type=_FILE, help="Compare predictions with a results file or a training log, term by term."
+    "--check",
+    type=_FILE,
+    help="Compare predictions with a results file or a training log, term by term. Your own code that FILE"
+    " names runs only if --model or --programs name it too.",
 )
 @click.option(
     "--plot",
@@ -76,12 +79,13 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> 
     thinwire plan --check bench.json
     torchrun --nnodes 2 ... -m thinwire plan --model mypackage.train:build
     """  # noqa: D301 - click needs the control character \b, not a raw string
+    request = Request(**given)
     if check is not None and not is_log(check):
+        results = Results.load(check)
         with measuring():
-            checks = check_results(Results.load(check))
+            checks = check_results(results, request.model, request.named)
         show_checks(checks, as_json=as_json)
         return
-    request = Request(**given)
     if plot is not None:
         check_writable(plot)
         _draw(request, plot, as_json=as_json)

@@ -1,17 +1,16 @@
 """The checks of `thinwire plan`: predictions beside measurements, term by term."""
 
 import statistics
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 from thinwire.bench.predict import TERMS, Prediction, predict, predict_log
 from thinwire.bench.results import Results
-from thinwire.bench.workloads import find_workload
 from thinwire.cli.output import err, out, print_json
-from thinwire.cli.plan_request import Request
+from thinwire.cli.plan_request import Request, measure_workload, say_left_out
 from thinwire.cli.table import text_table
 from thinwire.errors import OptionError, StateError
-from thinwire.plan.compute import Measured, measure
+from thinwire.plan.compute import Measured
 from thinwire.telemetry.log import Log
 from thinwire.units import show_bytes, show_seconds
 
@@ -19,11 +18,17 @@ Checks = dict[str, list[Prediction]]
 """Predictions by the name of what was measured."""
 
 
-def check_results(results: Results) -> Checks:
+def check_results(results: Results, model: str | None, named: Collection[str]) -> Checks:
     """Return the predictions for all cells of a results file.
+
+    Args:
+        results: The results.
+        model: The model that the user named. Another one that is code is not imported.
+        named: The programs that the user named. Others that are code are not imported.
 
     Raises:
         StateError: No cell has measurements.
+        OptionError: The results are of code that the user did not name.
     """
     models: dict[str, Measured] = {}
     found: Checks = {}
@@ -31,11 +36,16 @@ def check_results(results: Results) -> Checks:
     for cell in results.cells:
         if cell.error is not None:
             continue
+        if ":" in cell.workload and cell.workload != model:
+            raise OptionError(
+                f"the results are of the model {cell.workload!r}, and a file may not choose code to run: if"
+                f" it is yours, pass --model {cell.workload}"
+            )
         if cell.workload not in models:
-            workload = find_workload(cell.workload)
-            models[cell.workload] = measure(workload.model(), partial(workload.batch, 0), workload.optimizer)
+            models[cell.workload] = measure_workload(cell.workload)
         name = f"{cell.workload}, {cell.network}"
-        found[name] = predict(cell, models[cell.workload], cores)
+        found[name] = predict(cell, models[cell.workload], cores, named=named)
+    say_left_out(results, named)
     if not found:
         raise StateError("the results file has no cell with measurements: run thinwire bench again")
     return found

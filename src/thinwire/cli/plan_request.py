@@ -1,6 +1,7 @@
 """The options of `thinwire plan`, parsed: the model, the network, the candidates and the limits."""
 
 import sys
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -9,9 +10,10 @@ from pathlib import Path
 import torch
 
 from thinwire.bench.parsing import parse_program, split_programs
-from thinwire.bench.predict import measured_gaps
+from thinwire.bench.predict import left_out, measured_gaps
 from thinwire.bench.results import Results
 from thinwire.bench.workloads import call_users, check_workload, find_workload
+from thinwire.cli.output import err
 from thinwire.errors import OptionError
 from thinwire.plan.candidates import DEFAULTS, Candidate
 from thinwire.plan.compute import Measured, assumed, measure, shapes_of, transformer_shapes
@@ -65,12 +67,20 @@ class Request:
 
     def known(self) -> Known:
         """Return the measured loss gaps."""
-        own = {} if self.results is None else measured_gaps(Results.load(self.results))
-        return Known(own=own, steps=self.steps, kind=self.measured.kind)
+        if self.results is None:
+            return Known(steps=self.steps, kind=self.measured.kind)
+        results = Results.load(self.results)
+        say_left_out(results, self.named)
+        return Known(own=measured_gaps(results, self.named), steps=self.steps, kind=self.measured.kind)
+
+    @property
+    def named(self) -> list[str]:
+        """The programs that the user named."""
+        return [] if self.programs is None else split_programs(self.programs)
 
     def candidates(self) -> list[Candidate]:
         """Return what to compare with plain DDP."""
-        texts = list(DEFAULTS) if self.programs is None else split_programs(self.programs)
+        texts = list(DEFAULTS) if self.programs is None else self.named
         return [Candidate.of(text, parse_program(text)) for text in texts]
 
     def networks(self) -> list[Network]:
@@ -136,12 +146,34 @@ def _of_model(name: str, seconds: float | None) -> Measured:
     with redirect_stdout(sys.stderr):
         if seconds is None:
             check_workload(name)
-            workload = find_workload(name)
-            return measure(workload.model(), partial(workload.batch, 0), workload.optimizer)
+            return measure_workload(name)
         workload = find_workload(name)
         with torch.device("meta"):
             built = call_users(workload.build, f"model={name!r} on the device meta")
         return assumed(shapes_of(built), seconds, kind_of(built))
+
+
+def measure_workload(name: str) -> Measured:
+    """Return the shapes and the times of a workload.
+
+    Raises:
+        OptionError: There is no such workload, or it cannot be trained.
+    """
+    workload = find_workload(name)
+    found: Measured = call_users(
+        lambda: measure(workload.model(), partial(workload.batch, 0), workload.optimizer), f"model={name!r}"
+    )
+    return found
+
+
+def say_left_out(results: Results, named: Collection[str]) -> None:
+    """Print the programs of a results file that are left out, because only the user may name code."""
+    for text in left_out(results, named):
+        err.print(
+            f"left out: {text}, because a file may not choose code to run; if it is yours, add it to"
+            " --programs",
+            style="bold",
+        )
 
 
 def world_sizes(text: str | None) -> list[int]:

@@ -153,7 +153,7 @@ def read_module(path: Path, name: str) -> Module | None:
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: too many levels
         return None
     is_package = path.name == "__init__.py"
     return Module(

@@ -58,7 +58,9 @@ class ThinwireCallback(TrainerCallback):
         trainer, checkpoint = _running()
         ddp, accelerator, optimizer = _prepared(trainer), trainer.accelerator, unwrapped(trainer.optimizer)
         path = None if checkpoint is None else Path(checkpoint) / FILE
-        saved = torch.load(path, map_location="cpu") if path is not None and path.is_file() else None
+        saved = None
+        if path is not None and path.is_file():
+            saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved is not None:
             expect_own_states([optimizer])
         options = {"scaler": accelerator.scaler, **self._options}

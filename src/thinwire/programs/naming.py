@@ -52,7 +52,10 @@ class Written:
 
 
 def preset(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Decorate a function that makes programs, so that their repr is the call that made them."""
+    """Decorate a function that makes programs, so that their repr is the call that made them.
+
+    Its attribute `is_preset` is True: it may be called by name from a text, which other functions may not.
+    """
     signature = inspect.signature(make)
     taken = signature.parameters.values()
     rest = next((one.name for one in taken if one.kind is inspect.Parameter.VAR_KEYWORD), "")
@@ -71,6 +74,7 @@ def preset(make: Callable[..., Made]) -> Callable[..., Made]:
         object.__setattr__(program, _WRITTEN, f"{make.__name__}({', '.join(options)})")
         return program
 
+    named.is_preset = True  # type: ignore[attr-defined]
     return named
 
 

@@ -17,6 +17,7 @@ from thinwire.telemetry.sinks import AUDIT, LOGGED, Row
 UNKNOWN = -1
 _AUDIT_BYTES = f"bytes/{Audit.__name__}"
 _WRONG = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+_NOT_JSON = (ValueError, RecursionError)  # RecursionError: too many brackets
 
 
 @dataclass
@@ -194,7 +195,7 @@ class Log:
     def _take_line(self, path: Path, number: int, line: bytes) -> None:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except _NOT_JSON as error:
             if not line.endswith(b"\n"):
                 self.cut = True
                 return
@@ -215,9 +216,8 @@ class Log:
     def _take_audit(self, row: Row) -> None:
         step = row["step"]
         error, worst_error, residual = (_error(row[name]) for name in ("error", "worst_error", "residual"))
-        self.audits.append(
-            Audited(step, row["of"], error, residual, row["worst"], worst_error, row["action"])
-        )
+        of, worst, action = (_text(row[name]) for name in ("of", "worst", "action"))
+        self.audits.append(Audited(step, of, error, residual, worst, worst_error, action))
         for key, value in row.items():
             kind, _, name = key.partition("/")
             if kind == "error" and name:
@@ -236,7 +236,7 @@ def is_log(path: Path) -> bool:
         return False
     try:
         row = json.loads(line)
-    except ValueError:
+    except _NOT_JSON:
         return path.suffix == ".jsonl" or line.startswith(b'{"step"')
     return isinstance(row, dict) and "step" in row
 
@@ -251,7 +251,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _place(row: Row, name: str, before: int | None) -> int | None:
     """Return a rank or a number of ranks, or that of the row before if the row does not have it."""
     value = row.get(name, before)
-    if value is not None and not is_whole(value):
+    if value is not None and (not is_whole(value) or value < 0):
         raise TypeError(f"{name} is {value!r}")
     return value
 
@@ -264,3 +264,9 @@ def _error(value: Any) -> float:
 
 def _or(instead: float, value: Any) -> float:
     return instead if value is None else float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
