@@ -155,15 +155,16 @@ def load_checkpoint(
     optimizers = per_rank(optimizer, target.group)
     path = _found(Path(folder).resolve())
     if missing_ok:
-        found = {"checkpoint": f"{'a' if path.exists() else 'no'} checkpoint in {str(folder)!r}"}
+        missing = _is_missing(path)
+        found = {"checkpoint": f"{'none' if missing else 'one'} in {str(folder)!r}"}
         agree_on(found, communicator.meeting, communicator.limit, "load_checkpoint found")
-        if not path.exists():
+        if missing:
             return {}
     with all_or_none(communicator, "load_checkpoint"):
         if not (path / ".metadata").exists():
             raise StateError(
                 f"there is no checkpoint at {str(path)!r}: pass the folder that thinwire.save_checkpoint has"
-                " written, or missing_ok=True to start without one"
+                " written, or missing_ok=True to start without one where the folder is empty"
             )
         local = _local_state(path, communicator.rank, communicator.size)
         tensors = read_model(path, module, local)
@@ -293,6 +294,12 @@ def _found(path: Path) -> Path:
     """Return the folder, or the one it replaces if a save was interrupted in between."""
     replaced = path.with_name(path.name + _REPLACED)
     return replaced if not path.exists() and replaced.exists() else path
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether nothing of a checkpoint is at a path. An incomplete one must not pass for none."""
+    written = (_WRITTEN.fullmatch(one.name) for one in path.iterdir()) if path.is_dir() else [path.exists()]
+    return not any(written)
 
 
 def _prepare(path: Path, unfinished: Path) -> None:

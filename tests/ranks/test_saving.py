@@ -221,6 +221,28 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
         load_checkpoint(here, *job.held)
 
 
+def resumed_if_present(rank: int, world_size: int, folder: str) -> None:
+    job = Job(Int8(), seed=3)
+    Path(folder, "empty").mkdir(exist_ok=True)
+    for name in ("nowhere", "empty"):
+        assert load_checkpoint(f"{folder}/{name}", *job.held, missing_ok=True) == {}
+    with _quiet():
+        path = save_checkpoint(f"{folder}/right", *job.held, step=3)
+    assert load_checkpoint(path, *job.held, missing_ok=True) == {"step": 3}
+    with pytest.raises(thinwire.MismatchError, match=r"checkpoint: .*none in .*one in|one in .*none in"):
+        load_checkpoint(str(path) if rank == 0 else f"{folder}/nowhere", *job.held, missing_ok=True)
+    dist.barrier()
+    if rank == 0:
+        (path / ".metadata").unlink()
+    dist.barrier()
+    with pytest.raises(thinwire.StateError, match="there is no checkpoint at"):  # an incomplete one
+        load_checkpoint(path, *job.held, missing_ok=True)
+
+
+def test_a_missing_checkpoint_is_none_on_all_ranks_and_an_incomplete_one_raises(tmp_path: Path) -> None:
+    run_ranks(resumed_if_present, 2, str(tmp_path))
+
+
 def other_ranks_differ(rank: int, world_size: int, folder: str) -> None:
     job = Job(Int8(), seed=1)
     with pytest.raises(thinwire.StateError, match=r"states of 'seed' differ: .* seed=PerRank"):
