@@ -130,6 +130,94 @@ def test_one_replica_compresses_nothing() -> None:
     run_ranks(one_replica, 2)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank adapter, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def fine_tuned(mesh: DeviceMesh, kind: str) -> Any:
+    """A model some of whose parameters are frozen: each group's bias, whole groups, or all but adapters."""
+    torch.manual_seed(0)
+    layers = [Adapted() if kind == "adapters" else nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    frozen = {"biases": [f"{n}.bias" for n in (0, 2, 4)], "groups": ["2.weight", "2.bias", "0.bias"]}
+    for name in frozen.get(kind, []):
+        model.get_parameter(name).requires_grad_(False)
+    for layer in layers[:-1]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
+    """Fine-tunes with FSDP alone, Exact and Int8; later the frozen parameters train, and others freeze."""
+    mesh, found = site_mesh(), {}
+    for kind in ("biases", "groups", "adapters"):
+        native = fine_tuned(mesh, kind)
+        rows = [(native, None)]
+        for program in (Exact(), Int8()):
+            model = fine_tuned(mesh["shard"], kind)
+            rows.append((model, thinwire.attach(model, program, replicas=mesh["replicate"], check_every=2)))
+        for model, wire in rows:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            train(model, rank, wire, steps=2, optimizer=optimizer)
+            for parameter in model.parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+            next(model.parameters()).requires_grad_(True)
+            train(model, rank, wire, steps=2, optimizer=optimizer)
+        found[kind] = [whole(model) for model, _ in rows]
+    return found
+
+
+def test_frozen_parameters_train_as_with_hybrid_sharding_when_unfrozen_later_too() -> None:
+    results = run_ranks(fine_tune, 4, seconds=120)
+    for kind, (native, exact, int8) in results[0].items():
+        assert torch.equal(exact, native), kind
+        torch.testing.assert_close(int8, native, rtol=0.05, atol=0.03)
+        for other in results[1:]:
+            assert torch.equal(other[kind][2], int8), "no rank drifts"
+
+
+def disagree_on_frozen(rank: int, world_size: int) -> list[str]:
+    mesh, said = site_mesh(), []
+    model = sharded(mesh["shard"])
+    next(model.parameters()).requires_grad_(rank < 2)
+    with pytest.raises(thinwire.MismatchError) as mismatch:
+        thinwire.attach(model, Exact(), replicas=mesh["replicate"], timeout=20)
+    said.append(str(mismatch.value))
+    for before in (True, False):
+        model = sharded(mesh["shard"])
+        model[0].bias.requires_grad_(before)
+        thinwire.attach(model, Exact(), replicas=mesh["replicate"], timeout=6)
+        loss(model, rank, 0).backward()
+        model[0].bias.requires_grad_(before if rank < 2 else not before)
+        said.append(failure(model, rank, 1))
+    return said
+
+
+def failure(model: nn.Module, rank: int, step: int) -> str:
+    """The error of a backward, without its traceback, which would keep the model."""
+    try:
+        loss(model, rank, step).backward()
+    except WireError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def test_replicas_that_freeze_different_parameters_raise() -> None:
+    for said in run_ranks(disagree_on_frozen, 4):
+        assert "option frozen: ['0.weight'] on" in said[0]
+        for text in said[1:]:
+            assert "0.bias changed between frozen and trained" in text
+
+
 def sends(rank: int, world_size: int) -> list[float]:
     mesh, ratios = site_mesh(), []
     for program in (Exact(), Int8(), thinwire.Int4()):
