@@ -50,6 +50,7 @@ import torch.distributed as dist
 
 from thinwire.ddp.lookup import reducer_of
 from thinwire.ddp.reducer import Reducer, check_bucket
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.lowrank import Parts
@@ -192,6 +193,7 @@ class PowerSGDState:
 torch.serialization.add_safe_globals([PowerSGDState])  # so that torch.load accepts a saved state by default
 
 
+@for_ddp
 def powerSGD_hook(  # noqa: N802 - torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -213,6 +215,7 @@ def powerSGD_hook(  # noqa: N802 - torch's name
     return _run(state, bucket, flatten=False)
 
 
+@for_ddp
 def batched_powerSGD_hook(  # noqa: N802 - torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
