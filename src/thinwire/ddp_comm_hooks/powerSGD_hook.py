@@ -163,8 +163,8 @@ class PowerSGDState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a saved state with the default group, or, if there is none, the DDP model's own."""
         logger.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). Set `process_group` of"
-            " the loaded state if a different group is desired."
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group"
+            " is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD
         for name, value in state.items():
