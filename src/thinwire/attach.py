@@ -183,6 +183,7 @@ def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
 def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
     with _validating(model, options):
         model.check_no_hooks()
+        model.check_finalization()
         options.validate(model, plan)
     common = set_up_of({}, described(plan.given), **options.shared(model, plan))
     reducer = ShardReducer(model, _connection(model, plan, options, shard=str(model.shard_key)), common)

@@ -1,5 +1,7 @@
 """FSDP2 models: what replicas exchange, against FSDP's own hybrid sharding on the same ranks."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,15 +200,15 @@ def disagree_on_frozen(rank: int, world_size: int) -> list[str]:
         thinwire.attach(model, Exact(), replicas=mesh["replicate"], timeout=6)
         loss(model, rank, 0).backward()
         model[0].bias.requires_grad_(before if rank < 2 else not before)
-        said.append(failure(model, rank, 1))
+        said.append(failure(loss(model, rank, 1).backward))
     return said
 
 
-def failure(model: nn.Module, rank: int, step: int) -> str:
-    """The error of a backward, without its traceback, which would keep the model."""
+def failure(call: Callable[[], object], kind: type[Exception] = WireError) -> str:
+    """The text of an error, without its traceback, which would keep the model."""
     try:
-        loss(model, rank, step).backward()
-    except WireError as error:
+        call()
+    except kind as error:
         return str(error)
     raise AssertionError("no error")
 
@@ -411,6 +413,28 @@ def test_what_cannot_work_is_refused_with_a_way_out() -> None:
         ]
         for way, text in zip(ways, said, strict=True):
             assert way in text
+
+
+def ended_manually(rank: int, world_size: int) -> list[str]:
+    """Sets the attribute that set_manual_backward_finalization of torch 2.15 sets."""
+    mesh = site_mesh(2, 1)
+    model = sharded(mesh["shard"])
+    attach = partial(thinwire.attach, model, Int8(), replicas=mesh["replicate"])
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True
+    said = [failure(attach, UnavailableError)]
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = False
+    wire = attach()
+    loss(model, rank, 0).backward()
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True
+    said.append(failure(loss(model, rank, 1).backward, UnavailableError))
+    assert wire.step == 1
+    return said
+
+
+def test_a_backward_that_the_caller_ends_is_refused_at_attach_and_in_each_step() -> None:
+    for said in run_ranks(ended_manually, 2):
+        assert len(said) == 2
+        assert all("model.set_manual_backward_finalization(False) on the root" in text for text in said)
 
 
 def within(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -82,6 +82,18 @@ class ShardedModel(ReplicaModel):
             if parameter.grad is not None:
                 local_part(parameter.grad).fill_(math.nan)
 
+    def check_finalization(self) -> None:
+        """Raise UnavailableError if the user's code ends the backward instead of FSDP (torch 2.15 and newer).
+
+        Gradients of some groups would then be reduced after backward, in which the step is settled.
+        """
+        if internals.finalizes_manually(self.module("attach")):
+            raise UnavailableError(
+                "set_manual_backward_finalization(True): thinwire settles each step inside backward, and"
+                " model.finalize_backward() would reduce gradients after that; call"
+                " model.set_manual_backward_finalization(False) on the root module"
+            )
+
     def check_no_hooks(self) -> None:
         """Raise if another hook is in place of thinwire's, or would see gradients before the exchange."""
         module = self.module("attach")

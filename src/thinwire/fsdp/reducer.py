@@ -119,6 +119,7 @@ class ShardReducer(BucketRunner):
     def _before(self, group: Group, reduced: torch.Tensor) -> None:
         """Put gradients of earlier backward passes aside, so that FSDP writes this one's alone."""
         if not self._begun:
+            self.model.check_finalization()
             self._check_trained()
             self._begun, self._arrived, self._earlier, self._sent = True, {}, {}, []
             self._left = [number for number in self._order if self._groups[number].trains]
