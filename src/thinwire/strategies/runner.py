@@ -201,7 +201,8 @@ class Runner:
     def _check_replicas(self, gathered: torch.Tensor) -> None:
         """Compare the replicas, and end the wire if they differ, since the ranks have diverged."""
         tensors, step = self.context.model.tensors(), self.steps.count
-        drift = find_drift(list(tensors), [one.numel() for one in tensors.values()], gathered, step)
+        ranks = self.reducer.engine.world_ranks(range(len(gathered)))
+        drift = find_drift(list(tensors), [one.numel() for one in tensors.values()], gathered, step, ranks)
         if drift is None:
             return
         if self.context.check_every is None and self._only_rounded([*tensors.values()][drift.smallest]):
