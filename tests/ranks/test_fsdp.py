@@ -1,5 +1,6 @@
 """FSDP2 models: what replicas exchange, against FSDP's own hybrid sharding on the same ranks."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -289,6 +290,32 @@ def overflow_in_a_micro_batch(rank: int, world_size: int) -> list[tuple[int, boo
 
 def test_an_overflow_in_any_micro_batch_skips_the_step() -> None:
     assert run_ranks(overflow_in_a_micro_batch, 4) == [[(2, True), (1, True)]] * 4
+
+
+def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
+    """Rank 3's gathers meet those of rank 2's training, until both wait for each other in FSDP."""
+    mesh = site_mesh()
+    model = sharded(mesh["shard"])
+    thinwire.attach(model, Int8(), replicas=mesh["replicate"], timeout=6)
+    loss(model, rank, 0).backward()
+    if rank == 3:
+        with torch.no_grad():
+            model(batch(rank, 9, width=WIDTH))
+    said = []
+    for step in (1, 2):
+        with contextlib.suppress(AssertionError):
+            said.append(failure(lambda step=step: loss(model, rank, step).backward(), RuntimeError))
+    return said
+
+
+def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_down() -> None:
+    results = run_ranks(one_evaluates_alone, 4, seconds=90, group_timeout=600)
+    for rank, other in ((0, 2), (1, 3)):
+        assert f"rank {rank} waited" in results[rank][0]
+        assert f"No word from rank {other}" in results[rank][0]
+    for rank in (2, 3):
+        assert len(results[rank]) == 2, "no rank hangs, and none trains on"
+        assert "the exchange between replicas is down: rank" in results[rank][-1]
 
 
 class Branches(nn.Module):

@@ -119,6 +119,11 @@ class Engine:
         return self._open is not None
 
     @property
+    def failed(self) -> bool:
+        """True once the wire is down."""
+        return self._scheduler.error is not None
+
+    @property
     def latest(self) -> Step | None:
         """The step that ended last, or None once it has been settled."""
         return self._ended

@@ -112,6 +112,13 @@ class Meeting:
         present = [rank for rank in range(self.size) if rank not in absent]
         return self.ask(lambda store: {rank: store.get(keys[rank]).decode() for rank in present}, limit)
 
+    def reported(self) -> dict[int, str]:
+        """Return the ranks' reports of failures so far, without waiting for more."""
+        keys = {rank: f"thinwire/failure/{rank}" for rank in range(self.size)}
+        return self.ask(
+            lambda store: {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        )
+
     def _await(self, keys: list[str], limit: timedelta, topic: str | None = None) -> list[int]:
         """Wait for all keys, and return the indices of those still missing at the end.
 

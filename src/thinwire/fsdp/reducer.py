@@ -29,6 +29,7 @@ from thinwire.errors import ThinwireError, UnavailableError, WireError
 from thinwire.fsdp import internals
 from thinwire.fsdp.model import ShardedModel, refuse_hooks
 from thinwire.fsdp.shards import Shards, ShardSteps
+from thinwire.fsdp.watch import watch
 from thinwire.programs.finite import all_true
 from thinwire.programs.finite import finite as is_finite
 from thinwire.programs.memory import Memory
@@ -103,6 +104,10 @@ class ShardReducer(BucketRunner):
         self._trained = _trained(model)
         model.on_gone(self.engine.close)
         model.on_gone(self._shards.close)
+        assert self._shards.meeting is not None, "connection.open() has opened it"
+        meetings = [self.communicator.meeting, self._shards.meeting]
+        model.on_gone(watch(self.engine, meetings, model.shard_group))
+        model.on_forward(self.engine.check)
         model.on_gone(self._groups.clear)
 
     def register(self, run_group: Callable[[Group], None]) -> None:
