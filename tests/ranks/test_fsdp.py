@@ -163,8 +163,7 @@ def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
     """Fine-tunes with FSDP alone, Exact and Int8; later the frozen parameters train, and others freeze."""
     mesh, found = site_mesh(), {}
     for kind in ("biases", "groups", "adapters"):
-        native = fine_tuned(mesh, kind)
-        rows = [(native, None)]
+        rows: list[tuple[Any, Any]] = [(fine_tuned(mesh, kind), None)]
         for program in (Exact(), Int8()):
             model = fine_tuned(mesh["shard"], kind)
             rows.append((model, thinwire.attach(model, program, replicas=mesh["replicate"], check_every=2)))
@@ -292,6 +291,10 @@ def test_an_overflow_in_any_micro_batch_skips_the_step() -> None:
     assert run_ranks(overflow_in_a_micro_batch, 4) == [[(2, True), (1, True)]] * 4
 
 
+def pass_over(model: nn.Module, rank: int, step: int) -> None:
+    loss(model, rank, step).backward()
+
+
 def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     """Rank 3's gathers meet those of rank 2's training, until both wait for each other in FSDP."""
     mesh = site_mesh()
@@ -304,7 +307,7 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     said = []
     for step in (1, 2):
         with contextlib.suppress(AssertionError):
-            said.append(failure(lambda step=step: loss(model, rank, step).backward(), RuntimeError))
+            said.append(failure(partial(pass_over, model, rank, step), RuntimeError))
     return said
 
 
