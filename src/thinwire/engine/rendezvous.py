@@ -26,6 +26,8 @@ _AT_LEAST = timedelta(seconds=3)
 _PATIENCE = 30.0
 """Seconds after which a wait is logged. The second and later lines follow after twice the time before."""
 _MET = "met"
+_FAILED = "thinwire/failed"
+"""The key that exists once a rank has reported a failure."""
 
 
 class Meeting:
@@ -104,6 +106,7 @@ class Meeting:
         if not self._reported:
             self._reported = True
             self.ask(lambda store: store.set(f"thinwire/failure/{self.rank}", text), limit)
+            self.ask(lambda store: store.set(_FAILED, ""), limit)
 
     def reports(self, limit: timedelta) -> dict[int, str]:
         """Wait up to `limit` for all ranks' reports of failures, and return those that arrived, by rank."""
@@ -113,7 +116,12 @@ class Meeting:
         return self.ask(lambda store: {rank: store.get(keys[rank]).decode() for rank in present}, limit)
 
     def reported(self) -> dict[int, str]:
-        """Return the ranks' reports of failures so far, without waiting for more."""
+        """Return the ranks' reports of failures so far, without waiting for more.
+
+        Without a failure it is one request, for any number of ranks.
+        """
+        if not self.ask(lambda store: store.check([_FAILED])):
+            return {}
         keys = {rank: f"thinwire/failure/{rank}" for rank in range(self.size)}
         return self.ask(
             lambda store: {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}

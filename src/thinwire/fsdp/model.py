@@ -64,10 +64,6 @@ class ShardedModel(ReplicaModel):
         """Return the sharded parameters by name. In a forward, the module itself may hold whole ones."""
         return dict(self._sharded)
 
-    def unreduced(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are frozen now, whose gradients thinwire's hooks do not see."""
-        return {name: one for name, one in self._sharded.items() if not one.requires_grad}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each parameter by name, without padding."""
         return {name: local_part(one) for name, one in self._sharded.items()}

@@ -120,8 +120,7 @@ class Runner:
             refuse_unfrozen(
                 self._unreduced,
                 "its gradient is not exchanged",
-                "unfreeze it before DistributedDataParallel or fully_shard wraps the module, and attach to"
-                " the new model",
+                "unfreeze it before DistributedDataParallel wraps the module, and attach to the new model",
             )
 
     # Events of a step, called by the reducer
