@@ -9,11 +9,17 @@ import torch
 from thinwire import AllReduce, Steps
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import Await, Collective
+from thinwire.engine.rendezvous import ranks_text
 
 
 class Meeting:
+    ranks = range(8)
+
     def __init__(self) -> None:
         self.words: dict[int, str] = {}
+
+    def text(self, ranks: list[int]) -> str:
+        return ranks_text(ranks)
 
     def report(self, text: str, limit: timedelta) -> None:
         self.words.setdefault(0, text)

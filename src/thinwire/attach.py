@@ -143,7 +143,7 @@ def attach(
         return _attach_sharded(_sharded_model(model, replicas), plan, options)
     if ddp is None and not is_wrapper(model) and all(stage.trains_locally for stage in plan.stages):
         return _attach_replica(ReplicaModel(model, replica_group(replicas)), plan, options)
-    if replicas is not None:
+    if replicas is not None and (ddp is not None or not is_wrapper(model)):
         raise OptionError(
             f"replicas={replicas!r} is for models without DDP: a DistributedDataParallel model has a process"
             " group of its own, and gradient programs need one; pass it as process_group to DDP"
@@ -183,6 +183,7 @@ def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
 def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
     with _validating(model, options):
         model.check_no_hooks()
+        model.check_finalization()
         options.validate(model, plan)
     common = set_up_of({}, described(plan.given), **options.shared(model, plan))
     reducer = ShardReducer(model, _connection(model, plan, options, shard=str(model.shard_key)), common)

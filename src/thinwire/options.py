@@ -80,8 +80,9 @@ class Options:
             "rules": described(checked_rules(self.rules)),
             "audits": described((self.audit_every, self.max_error, self.on_excess)),
         }
-        if any(stage.exchanges_parameters for stage in plan.stages):
-            # Frozen parameters are not exchanged then, so ranks must agree on which are frozen.
+        if model.shard_key is not None or any(stage.exchanges_parameters for stage in plan.stages):
+            # Frozen parameters are not exchanged then, so ranks must agree on which are frozen. (DDP compares
+            # itself what it reduces.)
             shared["frozen"] = [name for name, one in model.parameters().items() if not one.requires_grad]
         return shared
 

@@ -1,5 +1,8 @@
 """FSDP2 models: what replicas exchange, against FSDP's own hybrid sharding on the same ranks."""
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,7 +118,7 @@ def test_a_rank_that_skips_its_optimizer_step_alone_ends_all_shards() -> None:
     assert all(text.startswith("4 ") for text in texts)
     for rank in (1, 3):  # the two that hold the same shard
         assert "DriftError" in texts[rank]
-        assert "on rank 1 differs from that on rank 0" in texts[rank]  # of the replicas
+        assert "on rank 3 differs from that on rank 1" in texts[rank]
 
 
 def one_replica(rank: int, world_size: int) -> None:
@@ -128,6 +131,94 @@ def one_replica(rank: int, world_size: int) -> None:
 
 def test_one_replica_compresses_nothing() -> None:
     run_ranks(one_replica, 2)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank adapter, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def fine_tuned(mesh: DeviceMesh, kind: str) -> Any:
+    """A model some of whose parameters are frozen: each group's bias, whole groups, or all but adapters."""
+    torch.manual_seed(0)
+    layers = [Adapted() if kind == "adapters" else nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    frozen = {"biases": [f"{n}.bias" for n in (0, 2, 4)], "groups": ["2.weight", "2.bias", "0.bias"]}
+    for name in frozen.get(kind, []):
+        model.get_parameter(name).requires_grad_(False)
+    for layer in layers[:-1]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
+    """Fine-tunes with FSDP alone, Exact and Int8; later the frozen parameters train, and others freeze."""
+    mesh, found = site_mesh(), {}
+    for kind in ("biases", "groups", "adapters"):
+        rows: list[tuple[Any, Any]] = [(fine_tuned(mesh, kind), None)]
+        for program in (Exact(), Int8()):
+            model = fine_tuned(mesh["shard"], kind)
+            rows.append((model, thinwire.attach(model, program, replicas=mesh["replicate"], check_every=2)))
+        for model, wire in rows:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            train(model, rank, wire, steps=2, optimizer=optimizer)
+            for parameter in model.parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+            next(model.parameters()).requires_grad_(True)
+            train(model, rank, wire, steps=2, optimizer=optimizer)
+        found[kind] = [whole(model) for model, _ in rows]
+    return found
+
+
+def test_frozen_parameters_train_as_with_hybrid_sharding_when_unfrozen_later_too() -> None:
+    results = run_ranks(fine_tune, 4, seconds=120)
+    for kind, (native, exact, int8) in results[0].items():
+        assert torch.equal(exact, native), kind
+        torch.testing.assert_close(int8, native, rtol=0.05, atol=0.03)
+        for other in results[1:]:
+            assert torch.equal(other[kind][2], int8), "no rank drifts"
+
+
+def disagree_on_frozen(rank: int, world_size: int) -> list[str]:
+    mesh, said = site_mesh(), []
+    model = sharded(mesh["shard"])
+    next(model.parameters()).requires_grad_(rank < 2)
+    with pytest.raises(thinwire.MismatchError) as mismatch:
+        thinwire.attach(model, Exact(), replicas=mesh["replicate"], timeout=20)
+    said.append(str(mismatch.value))
+    for before in (True, False):
+        model = sharded(mesh["shard"])
+        model[0].bias.requires_grad_(before)
+        thinwire.attach(model, Exact(), replicas=mesh["replicate"], timeout=6)
+        loss(model, rank, 0).backward()
+        model[0].bias.requires_grad_(before if rank < 2 else not before)
+        said.append(failure(loss(model, rank, 1).backward))
+    return said
+
+
+def failure(call: Callable[[], object], kind: type[Exception] = WireError) -> str:
+    """The text of an error, without its traceback, which would keep the model."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def test_replicas_that_freeze_different_parameters_raise() -> None:
+    for said in run_ranks(disagree_on_frozen, 4):
+        assert "option frozen: [] on" in said[0]
+        assert "['0.weight'] on" in said[0]
+        for text in said[1:]:
+            assert "0.bias changed between frozen and trained" in text
 
 
 def sends(rank: int, world_size: int) -> list[float]:
@@ -198,6 +289,36 @@ def overflow_in_a_micro_batch(rank: int, world_size: int) -> list[tuple[int, boo
 
 def test_an_overflow_in_any_micro_batch_skips_the_step() -> None:
     assert run_ranks(overflow_in_a_micro_batch, 4) == [[(2, True), (1, True)]] * 4
+
+
+def pass_over(model: nn.Module, rank: int, step: int) -> None:
+    loss(model, rank, step).backward()
+
+
+def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
+    """Rank 3's gathers meet those of rank 2's training, until both wait for each other in FSDP."""
+    mesh = site_mesh()
+    model = sharded(mesh["shard"])
+    thinwire.attach(model, Int8(), replicas=mesh["replicate"], timeout=6)
+    loss(model, rank, 0).backward()
+    if rank == 3:
+        with torch.no_grad():
+            model(batch(rank, 9, width=WIDTH))
+    said = []
+    for step in (1, 2):
+        with contextlib.suppress(AssertionError):
+            said.append(failure(partial(pass_over, model, rank, step), RuntimeError))
+    return said
+
+
+def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_down() -> None:
+    results = run_ranks(one_evaluates_alone, 4, seconds=90, group_timeout=600)
+    for rank, other in ((0, 2), (1, 3)):
+        assert f"rank {rank} waited" in results[rank][0]
+        assert f"No word from rank {other}" in results[rank][0]
+    for rank in (2, 3):
+        assert len(results[rank]) == 2, "no rank hangs, and none trains on"
+        assert "the exchange between replicas is down: rank" in results[rank][-1]
 
 
 class Branches(nn.Module):
@@ -322,6 +443,28 @@ def test_what_cannot_work_is_refused_with_a_way_out() -> None:
         ]
         for way, text in zip(ways, said, strict=True):
             assert way in text
+
+
+def ended_manually(rank: int, world_size: int) -> list[str]:
+    """Sets the attribute that set_manual_backward_finalization of torch 2.15 sets."""
+    mesh = site_mesh(2, 1)
+    model = sharded(mesh["shard"])
+    attach = partial(thinwire.attach, model, Int8(), replicas=mesh["replicate"])
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True
+    said = [failure(attach, UnavailableError)]
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = False
+    wire = attach()
+    loss(model, rank, 0).backward()
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True
+    said.append(failure(loss(model, rank, 1).backward, UnavailableError))
+    assert wire.step == 1
+    return said
+
+
+def test_a_backward_that_the_caller_ends_is_refused_at_attach_and_in_each_step() -> None:
+    for said in run_ranks(ended_manually, 2):
+        assert len(said) == 2
+        assert all("model.set_manual_backward_finalization(False) on the root" in text for text in said)
 
 
 def within(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -94,6 +94,29 @@ def outside_the_group(rank: int) -> None:
     assert averager.step == 1
 
 
+def three_levels(rank: int, world_size: int) -> tuple[int, list[list[int]], list[float]]:
+    """Pairs average every 2 steps, all ranks every 4, and again every 8, after 10 steps without."""
+    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4), (8, world_size)]), warmup_steps=10)
+    groups = [dist.get_process_group_ranks(one) for one in averager.period_process_group_dict.values()]
+    seen = []
+    for _ in range(25):
+        one = parameter(rank, gradient=1.0)
+        averager.average_parameters([one])
+        seen.append(one[0].item())
+    return dist.get_pg_count(), groups, seen
+
+
+def test_a_hierarchy_of_three_levels_makes_and_uses_the_groups_that_torch_makes() -> None:
+    for rank, (count, groups, seen) in enumerate(run_ranks(three_levels, 4)):
+        first = rank - rank % 2
+        assert count == 3, "the world, and both pairs, as torch.distributed counts them on every rank"
+        assert groups == [[first, first + 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+        for step, value in enumerate(seen):
+            pairs, all_ranks = step % 2 == 0, step % 4 == 0
+            expected = 1.5 if all_ranks else first + 0.5 if pairs else rank
+            assert value == (rank if step < 10 else expected), step
+
+
 def hierarchies_differ(rank: int) -> None:
     with pytest.raises(
         MismatchError, match="ranks that average every 3 steps: nothing on rank 0, 1 on rank 1"
@@ -105,7 +128,7 @@ def a_rank_does_not_come(rank: int) -> None:
     group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:
         with pytest.raises(
-            WireError, match=r"rank 0 of 2 waited \d\.\d s for AllReduce of 3 float32, and it"
+            WireError, match=r"rank 0 waited \d\.\d s for AllReduce of 3 float32 among 2 ranks, and it"
         ):
             average_parameters(iter([parameter(1.0)]), group)
     dist.barrier()

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -17,6 +18,8 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, equal, flat_parameters, mlp
 from thinwire.ddp.unwrap import ddp_of
+from thinwire.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 PROGRAMS = (
     thinwire.Int8(),
@@ -123,10 +126,46 @@ def test_wrapped_models_train_the_same_when_dynamo_traces_them() -> None:
     run_ranks(traced, 2, PROGRAMS[-1], seconds=120)
 
 
-def fsdp1() -> nn.Module:
+FSDP1 = r"FSDP1 shards flat parameters.*fully_shard.*replicas=mesh\['replicate'\].*thinwire\.ZeRO\(\)"
+
+
+def fsdp1(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> FullyShardedDataParallel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, of CPUs
-        return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), sharding_strategy=strategy)
+
+
+def hooked_fsdp1(rank: int, world_size: int) -> list[str]:
+    """Every DDP hook on FSDP1 models, which calls them with one tensor, or with two where it shards."""
+    said = []
+    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
+        for state, hook in (
+            (None, default_hooks.allreduce_hook),
+            (None, default_hooks.fp16_compress_hook),
+            (None, default_hooks.bf16_compress_hook),
+            (None, default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook)),
+            (None, debugging_hooks.noop_hook),
+            (None, quantization_hooks.quantization_pertensor_hook),
+            (None, quantization_hooks.quantization_perchannel_hook),
+            (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+            (powerSGD_hook.PowerSGDState(None), powerSGD_hook.batched_powerSGD_hook),
+            (PostLocalSGDState(None, None, 1), post_localSGD_hook),
+        ):
+            model = fsdp1(strategy)
+            model.register_comm_hook(state, hook)
+            warnings.simplefilter("ignore")  # FSDP's, of CPUs
+            with pytest.raises(thinwire.UnavailableError) as caught:
+                model(torch.ones(2, 16)).sum().backward()
+            said.append(str(caught.value))
+    return said
+
+
+def test_hooks_of_ddp_on_fsdp1_say_what_works_instead() -> None:
+    for said in run_ranks(hooked_fsdp1, 2):
+        for text in said:
+            assert "FSDP1 (FullyShardedDataParallel) called it" in text
+            assert "fully_shard" in text
+            assert "replicas=mesh['replicate']" in text
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -140,12 +179,17 @@ def refused(rank: int, world_size: int) -> None:
         (Net(), r"not a Net: wrap it with torch\.nn\.parallel\.DistributedDataParallel\(model\) first"),
         (DataParallel(Net()), "runs in one process and sends nothing: use DistributedDataParallel"),
         (FSDPModule(), r"FSDP shards parameters.* use DDP, or thinwire\.ZeRO\(\)"),
-        (fsdp1(), r"FSDP shards parameters.* use DDP, or thinwire\.ZeRO\(\)"),
+        (fsdp1(), FSDP1),
+        (nn.Sequential(fsdp1(), nn.Linear(4, 4)), FSDP1),
         (DeepSpeedEngine(), r"DeepSpeed exchanges gradients itself.* use DDP"),
         (compiled(Net()), "not a OptimizedModule: wrap it"),
     ):
         with pytest.raises(thinwire.AttachError, match=message):
             thinwire.attach(model, thinwire.Int8())
+    for program in (thinwire.Int8(), thinwire.DiLoCo(period=8)):
+        for model in (fsdp1(), nn.Sequential(fsdp1())):
+            with pytest.raises(thinwire.AttachError, match=FSDP1):
+                thinwire.attach(model, program, replicas=dist.group.WORLD)
     meshed = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2,))
     meshed.weight = nn.Parameter(distribute_tensor(meshed.weight.detach(), mesh))

@@ -82,3 +82,8 @@ def test_q_is_drawn_as_torchs_without_the_global_generator(
         torchs = [torch.randn(count, columns, 2, dtype=dtype) for count, columns in counts]
     expected = [torch.cat(torchs[:-1]).mT, torchs[-1].mT]
     assert all(torch.equal(own, theirs) for own, theirs in zip(ours, expected, strict=True))
+
+
+def test_the_log_of_a_loaded_state_names_the_attribute_to_set(caplog: pytest.LogCaptureFixture) -> None:
+    pickle.loads(pickle.dumps(used()))
+    assert "please set `self.process_group` after PowerSGD state is loaded" in caplog.messages[-1]

@@ -74,7 +74,7 @@ def test_the_first_drifted_parameter_is_named() -> None:
     good = [torch.ones(3), torch.zeros(2), torch.zeros(1)]
     bad = [torch.ones(3), torch.ones(2), torch.ones(1)]
     names = ["a", "b", "c"]
-    ranks = [[compare_replicas(names, fingerprints(model), 12)] for model in (good, good, bad)]
+    ranks = [[compare_replicas(names, fingerprints(model), 12, range(3))] for model in (good, good, bad)]
     with pytest.raises(DriftError, match=r"step 12 parameter 'b' on rank 2 .*2 of 3 parameters differ"):
         simulate(ranks)
 
@@ -87,7 +87,7 @@ def test_ranks_that_ran_out_of_inputs_are_not_compared() -> None:
             for model, active in ((joined, False), (good, True), (third, True))
         ]
         for (gathered,) in simulate(ranks).results:
-            drift = find_drift(["w"], [2], gathered, 3)
+            drift = find_drift(["w"], [2], gathered, 3, range(3))
             if drifts:
                 assert drift is not None
                 assert "'w' on rank 2 differs from that on rank 1" in str(drift.error)

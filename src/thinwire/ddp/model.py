@@ -167,7 +167,7 @@ class Model:
         """Set all gradients to NaN, so that a GradScaler detects the overflow on every rank."""
         for parameter in self.parameters().values():
             if parameter.grad is not None:
-                parameter.grad.fill_(math.nan)
+                parameter.grad.mul_(math.nan) if parameter.grad.is_sparse else parameter.grad.fill_(math.nan)
 
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

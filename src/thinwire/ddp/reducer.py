@@ -20,6 +20,7 @@ from thinwire.ddp.step import StepOwner
 from thinwire.errors import UnavailableError, WireError
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Program, Programs, ignores_order, preferred_bytes
+from thinwire.programs.sparse_gradients import require_sparse
 
 
 class PlainEvents:
@@ -87,7 +88,8 @@ class Reducer(BucketRunner):
             A future of the tensor that DDP writes to the gradients.
 
         Raises:
-            UnavailableError: The bucket comes from compiled autograd.
+            UnavailableError: The bucket comes from compiled autograd, or its gradient is sparse and the
+                program averages dense ones.
             WireError: The backward before this one was interrupted, or a collective failed.
         """
         index, last = self._buckets.take(grad_bucket, self.steps)
@@ -95,6 +97,8 @@ class Reducer(BucketRunner):
         if undo is not None:
             self.steps.undo_with(undo)
         bucket = self._describe(grad_bucket, index)
+        if bucket.buffer.is_sparse:  # of a torch-named hook: attach accepts dense gradients only
+            require_sparse(programs.program, bucket)
         small = not programs.sliced or bucket.buffer.nbytes < (preferred_bytes(programs.program) or math.inf)
         whole = self.regroup.held is None and self.regroup.again is None and not programs.exceptions
         if small and whole and _in_order(programs.program, grad_bucket.parameters()):

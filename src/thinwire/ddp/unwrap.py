@@ -9,10 +9,13 @@ from thinwire.errors import AttachError
 _INSIDE = ("_orig_mod", "_forward_module")
 """The submodules that hold the wrapped model: of torch.compile, and of Lightning Fabric."""
 
+_FSDP1 = "FullyShardedDataParallel"
 _WRAP = "wrap it with torch.nn.parallel.DistributedDataParallel(model) first"
 _OTHERS = {
-    "FullyShardedDataParallel": "FSDP shards parameters, and thinwire exchanges whole gradients: use DDP, or"
-    " thinwire.ZeRO() on DDP to shard the optimizer's state",
+    _FSDP1: "FSDP1 shards flat parameters, which thinwire does not exchange: shard with"
+    " FSDP2 instead, torch.distributed.fsdp.fully_shard(module, mesh=mesh['shard']), and compress between its"
+    " replicas with thinwire.attach(model, program, replicas=mesh['replicate']); or use DDP, with"
+    " thinwire.ZeRO() to shard the optimizer's state",
     "FSDPModule": "FSDP shards parameters, and this needs whole ones: use DDP, or thinwire.ZeRO() on DDP to"
     " shard the optimizer's state; between replicas of an FSDP2 model, use thinwire.attach(model, program,"
     " replicas=mesh['replicate'])",
@@ -67,6 +70,8 @@ def _why(model: object) -> str:
     for kind in type(model).__mro__:
         if kind.__name__ in _OTHERS:
             return _OTHERS[kind.__name__]
+    if isinstance(model, nn.Module) and any(type(one).__name__ == _FSDP1 for one in model.modules()):
+        return f"a module in it is sharded: {_OTHERS[_FSDP1]}"
     if isinstance(model, nn.Module) and any(hasattr(one, "device_mesh") for one in model.parameters()):
         return "its parameters are DTensors of a device mesh, which thinwire does not exchange: use plain DDP"
     return _WRAP

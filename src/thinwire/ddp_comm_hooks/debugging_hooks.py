@@ -5,9 +5,12 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket
 
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+
 __all__ = ["noop_hook"]
 
 
+@for_ddp
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return the rank's own gradients without communication, so replicas diverge.
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from thinwire.codecs.cast import Cast
 from thinwire.ddp.lookup import run_program
 from thinwire.ddp.reducer import check_bucket
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.ddp_comm_hooks._python_reducer import average_gradient
 from thinwire.programs.allreduce import Exact, Reduced
 
@@ -42,6 +43,7 @@ class _Casted(Reduced):
     exact_alone: ClassVar[bool] = False
 
 
+@for_ddp
 def allreduce_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -63,6 +65,7 @@ def allreduce_hook(
     return run_program(Exact(), process_group, bucket)
 
 
+@for_ddp
 def fp16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -84,6 +87,7 @@ def fp16_compress_hook(
     return run_program(_Casted(Cast(torch.float16)), process_group, bucket)
 
 
+@for_ddp
 def bf16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -144,15 +148,17 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
     codec = Cast(dtype)
 
+    @for_ddp
     def casting_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         check_bucket(bucket)
         full = bucket.buffer()
-        (encoded,) = codec.encode(full)
+        sparse = full.is_sparse  # codecs take dense tensors
+        encoded = full.to(dtype) if sparse else codec.encode(full)[0]
         bucket.set_buffer(encoded)
 
         # It issues no collective, so it may run on any thread at any time.
         def cast_back(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            return codec.decode((done.value(),), into=full)
+            return full.copy_(done.value()) if sparse else codec.decode((done.value(),), into=full)
 
         return hook(hook_state, bucket).then(cast_back)
 

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from thinwire.codecs.checks import check_whole
 from thinwire.ddp.lookup import reducer_of, run_program
 from thinwire.ddp.reducer import Reducer, check_bucket
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
@@ -130,6 +131,7 @@ class PostLocalSGDState:
 torch.serialization.add_safe_globals([PostLocalSGDState])  # so that torch.load accepts one by default
 
 
+@for_ddp
 def post_localSGD_hook(  # noqa: N802 - torch's name
     state: PostLocalSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

@@ -50,6 +50,7 @@ import torch.distributed as dist
 
 from thinwire.ddp.lookup import reducer_of
 from thinwire.ddp.reducer import Reducer, check_bucket
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.lowrank import Parts
@@ -162,8 +163,8 @@ class PowerSGDState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a saved state with the default group, or, if there is none, the DDP model's own."""
         logger.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). Set `process_group` of"
-            " the loaded state if a different group is desired."
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group"
+            " is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD
         for name, value in state.items():
@@ -192,6 +193,7 @@ class PowerSGDState:
 torch.serialization.add_safe_globals([PowerSGDState])  # so that torch.load accepts a saved state by default
 
 
+@for_ddp
 def powerSGD_hook(  # noqa: N802 - torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -213,6 +215,7 @@ def powerSGD_hook(  # noqa: N802 - torch's name
     return _run(state, bucket, flatten=False)
 
 
+@for_ddp
 def batched_powerSGD_hook(  # noqa: N802 - torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

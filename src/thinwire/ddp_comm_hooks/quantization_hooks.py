@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from thinwire.codecs.quantize import Quantize
 from thinwire.ddp.lookup import run_program
+from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError
 from thinwire.programs.twoshot import TwoShot
 
@@ -32,6 +33,7 @@ class _Quantized(TwoShot):
     exact_alone: ClassVar[bool] = False
 
 
+@for_ddp
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -51,6 +53,7 @@ def quantization_pertensor_hook(
     return run_program(_Quantized(Quantize(bits=8, block=64)), process_group, bucket)
 
 
+@for_ddp
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:

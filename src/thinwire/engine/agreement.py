@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from thinwire.engine.rendezvous import Meeting, ranks_text
+from thinwire.engine.rendezvous import Meeting
 from thinwire.errors import MismatchError, ThinwireError
 from thinwire.version import __version__
 
@@ -92,13 +92,15 @@ def agree_on(set_up: SetUp, meeting: Meeting, limit: timedelta, topic: str = _AT
     text = json.dumps(texts_of(set_up))
     set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
     failures = [
-        f"rank {rank} raised: {each[_FAILED]}" for rank, each in enumerate(set_ups) if _FAILED in each
+        f"rank {meeting.ranks[rank]} raised: {each[_FAILED]}"
+        for rank, each in enumerate(set_ups)
+        if _FAILED in each
     ]
     if failures:
         raise MismatchError("; ".join(failures))
     raise MismatchError(
-        f"ranks are set up differently: {differences_text(set_ups)}. Give every rank the same program,"
-        " options, model and versions"
+        f"ranks are set up differently: {differences_text(set_ups, meeting.text)}. Give every rank the same"
+        " program, options, model and versions"
     )
 
 
@@ -115,9 +117,7 @@ def texts_of(set_up: SetUp) -> dict[str, str]:
     return full_texts(set_up) | written
 
 
-def differences_text(
-    set_ups: Sequence[Mapping[str, str]], whose: Callable[[list[int]], str] = ranks_text
-) -> str:
+def differences_text(set_ups: Sequence[Mapping[str, str]], whose: Callable[[list[int]], str]) -> str:
     """Return the first differences between set-ups as text.
 
     Args:

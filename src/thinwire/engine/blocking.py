@@ -121,9 +121,9 @@ class _Turn:
 
     def _failure(self, error: RuntimeError) -> WireError:
         waited, reason = time.perf_counter() - self._started, str(error).partition("\n")[0]
-        rank, size = self._communicator.rank, self._communicator.size
+        rank, size = self._communicator.world_rank, self._communicator.size
         return WireError(
-            f"rank {rank} of {size} waited {waited:.1f} s for {self._op}, and it failed: a rank died,"
-            " stalled, or did not make the same call. Check the other ranks' logs, and restart from the"
+            f"rank {rank} waited {waited:.1f} s for {self._op} among {size} ranks, and it failed: a rank"
+            " died, stalled, or did not make the same call. Check the other ranks' logs, and restart from the"
             f" last checkpoint. (The backend said: {reason})"
         )

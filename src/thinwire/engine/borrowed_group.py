@@ -20,7 +20,7 @@ from thinwire.engine.ops import (
     ReduceScatter,
 )
 from thinwire.engine.pending import Arrived, Issued, Pending, PendingFuture
-from thinwire.engine.process_group import gather_options
+from thinwire.engine.process_group import gather_options, global_ranks
 from thinwire.engine.rendezvous import Meeting
 from thinwire.engine.simulate import deliver
 from thinwire.errors import ProgramError
@@ -86,6 +86,11 @@ class BorrowedGroup:
     def rank(self) -> int:
         """This rank in the group as it is now."""
         return self._group.rank()
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's number in the world, or in the group if torch.distributed does not know it."""
+        return global_ranks(self._group)[self.rank]
 
     @property
     def size(self) -> int:

@@ -12,12 +12,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.failure import world_ranks
 from thinwire.engine.futures import Result, at_work
 from thinwire.engine.meter import GRADIENTS, Meter, Stats, StepTrace
 from thinwire.engine.ops import Steps
@@ -118,6 +119,11 @@ class Engine:
         return self._open is not None
 
     @property
+    def failed(self) -> bool:
+        """True once the wire is down."""
+        return self._scheduler.error is not None
+
+    @property
     def latest(self) -> Step | None:
         """The step that ended last, or None once it has been settled."""
         return self._ended
@@ -176,6 +182,10 @@ class Engine:
     def check(self) -> None:
         """Raise the first failure so far, if any, without waiting."""
         self._scheduler.raise_error()
+
+    def world_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return ranks of this engine's group as ranks of the world, as errors name them."""
+        return world_ranks(self._communicator, ranks)
 
     def stats(self) -> Stats:
         """Return bytes and times so far."""

@@ -1,12 +1,18 @@
 """Reports of failures between ranks, so that an error names the rank that caused it."""
 
 import contextlib
+from collections.abc import Iterable
 
 from thinwire.engine.communicator import Communicator
-from thinwire.engine.rendezvous import ranks_text
 
 CAUSE = "failed: "
 """How the report of a rank begins that did not fail by waiting for another."""
+
+
+def world_ranks(communicator: Communicator, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return ranks as errors name them: those of the world, or of the group if that has no store."""
+    meeting = communicator.meeting
+    return tuple(ranks if meeting is None else (meeting.ranks[rank] for rank in ranks))
 
 
 def report(communicator: Communicator, text: str) -> None:
@@ -37,12 +43,12 @@ def roll_call(communicator: Communicator, op: object) -> str:
         reports = meeting.reports(communicator.roll_call)
     except RuntimeError:
         return "The store does not answer either: its host, often rank 0's, has died or is frozen."
-    others = {peer: f"Rank {peer} {text}." for peer, text in reports.items() if peer != rank}
+    others = {peer: f"Rank {meeting.ranks[peer]} {text}." for peer, text in reports.items() if peer != rank}
     if causes := [text for peer, text in others.items() if reports[peer].startswith(CAUSE)]:
         return " ".join(causes)
     silent = [peer for peer in range(size) if peer not in reports]
     taking_part = getattr(op, "ranks", None) or range(size)
     silent = [peer for peer in silent if peer in taking_part] or silent
     if silent:
-        return f"No word from {ranks_text(silent)}: dead, stalled, or not taking part in this step."
+        return f"No word from {meeting.text(silent)}: dead, stalled, or not taking part in this step."
     return " ".join(others.values())

@@ -11,7 +11,7 @@ from thinwire.engine.messages import Mailbox, Messaged, Turn, cut
 from thinwire.engine.ops import Await, Collective, Exchange
 from thinwire.engine.pending import Arrived, Pending, PendingFuture
 from thinwire.engine.process_group import HiddenGroup, new_group, on_gloo, time_limit
-from thinwire.engine.rendezvous import Meeting, ranks_text
+from thinwire.engine.rendezvous import Meeting
 from thinwire.engine.simulate import deliver
 from thinwire.errors import ProgramError, WireError
 
@@ -150,5 +150,5 @@ class GroupCommunicator:
             failure = error
         meeting.ask(lambda store: store.check([name]), self.roll_call)  # raises if the store has failed
         raise NotConnectedError(
-            f"rank {self.rank} could not connect to {ranks_text(list(ranks))}: {failure}"
+            f"rank {meeting.ranks[self.rank]} could not connect to {meeting.text(ranks)}: {failure}"
         ) from failure

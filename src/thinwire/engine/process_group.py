@@ -142,7 +142,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return _store(group)
 
 
-def global_ranks(group: dist.ProcessGroup) -> list[int]:
+def global_ranks(group: Any) -> list[int]:
     """Return the ranks of a group's members in the whole job; their ranks in the group if it is unknown."""
     if group not in _world().pg_group_ranks:  # a group that torch.distributed did not make, as torchft's
         return list(range(group.size()))

@@ -7,7 +7,7 @@ the other ranks would only wait.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,6 +26,8 @@ _AT_LEAST = timedelta(seconds=3)
 _PATIENCE = 30.0
 """Seconds after which a wait is logged. The second and later lines follow after twice the time before."""
 _MET = "met"
+_FAILED = "thinwire/failed"
+"""The key that exists once a rank has reported a failure."""
 
 
 class Meeting:
@@ -43,7 +45,8 @@ class Meeting:
         self.store = store or store_of(group)
         self.rank = group.rank()
         self.size = group.size()
-        self._global = global_ranks(group)
+        self.ranks = global_ranks(group)
+        """The ranks of the world, by rank of the group. Errors name these."""
         self._limit = limit or time_limit(group)
         self._stuck: threading.Thread | None = None
         self._reported = False
@@ -69,16 +72,20 @@ class Meeting:
         keys = self._keys(topic, occasion)
         absent = self._await(keys, limit, topic)
         verdict = f"thinwire/{topic}/{occasion}/verdict"
-        wanted = ranks_text(absent) if absent else _MET
+        wanted = self.text(absent) if absent else _MET
         agreed = self.ask(lambda store: store.compare_set(verdict, "", wanted).decode())
         if agreed != _MET:
             raise WireError(
-                f"{topic!r} timed out on rank {self.rank} after {limit.total_seconds():g} s: {agreed} did not"
-                " reach it in time. Every rank of the group must make the same calls in the same order; check"
-                " the logs of the missing rank"
+                f"{topic!r} timed out on rank {self.ranks[self.rank]} after {limit.total_seconds():g} s:"
+                f" {agreed} did not reach it in time. Every rank of the group must make the same calls in the"
+                " same order; check the logs of the missing rank"
             )
         # One request: W requests on each of W ranks would be millions where there are thousands of ranks.
         return self.ask(lambda store: [text.decode() for text in store.multi_get(keys)])
+
+    def text(self, ranks: Iterable[int]) -> str:
+        """Return ranks of this group as text, numbered as ranks of the world."""
+        return ranks_text([self.ranks[rank] for rank in ranks])
 
     def post(self, topic: str, text: str) -> int:
         """Write this rank's text on a topic without waiting, and return the number of the call."""
@@ -99,6 +106,7 @@ class Meeting:
         if not self._reported:
             self._reported = True
             self.ask(lambda store: store.set(f"thinwire/failure/{self.rank}", text), limit)
+            self.ask(lambda store: store.set(_FAILED, ""), limit)
 
     def reports(self, limit: timedelta) -> dict[int, str]:
         """Wait up to `limit` for all ranks' reports of failures, and return those that arrived, by rank."""
@@ -106,6 +114,18 @@ class Meeting:
         absent = self._await(keys, limit)
         present = [rank for rank in range(self.size) if rank not in absent]
         return self.ask(lambda store: {rank: store.get(keys[rank]).decode() for rank in present}, limit)
+
+    def reported(self) -> dict[int, str]:
+        """Return the ranks' reports of failures so far, without waiting for more.
+
+        Without a failure it is one request, for any number of ranks.
+        """
+        if not self.ask(lambda store: store.check([_FAILED])):
+            return {}
+        keys = {rank: f"thinwire/failure/{rank}" for rank in range(self.size)}
+        return self.ask(
+            lambda store: {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        )
 
     def _await(self, keys: list[str], limit: timedelta, topic: str | None = None) -> list[int]:
         """Wait for all keys, and return the indices of those still missing at the end.
@@ -135,11 +155,11 @@ class Meeting:
 
     def _log_wait(self, topic: str, absent: Sequence[int], waited: float, limit: timedelta) -> None:
         """Log a long wait, because a rank that never makes a call looks like a hang to the others."""
-        names = ranks_text([self._global[rank] for rank in absent])
+        names = self.text(absent)
         logger.warning(
             "rank %d is still waiting for %s in %s, after %.0f s of at most %g s: every rank of the group"
             " must make this call; check the logs of the missing ones",
-            self._global[self.rank],
+            self.ranks[self.rank],
             names,
             f"{topic}()" if topic.isidentifier() else repr(topic),
             waited,
@@ -185,9 +205,9 @@ class Meeting:
 
     def _silence(self, what: str) -> WireError:
         return WireError(
-            f"rank {self.rank} gets no answer from torch.distributed's store: it {what}. The process that"
-            " hosts it, often rank 0, has died, is frozen or cannot be reached: check its logs, and restart"
-            " the job from its last checkpoint"
+            f"rank {self.ranks[self.rank]} gets no answer from torch.distributed's store: it {what}. The"
+            " process that hosts it, often rank 0, has died, is frozen or cannot be reached: check its logs,"
+            " and restart the job from its last checkpoint"
         )
 
 

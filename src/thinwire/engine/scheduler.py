@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thinwire.engine.communicator import Communicator, NotConnectedError
-from thinwire.engine.failure import CAUSE, report, roll_call
+from thinwire.engine.failure import CAUSE, report, roll_call, world_ranks
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective
@@ -283,12 +283,13 @@ class Scheduler:
         """Return the error for a failed collective, naming the ranks that may have caused it."""
         run, waited_for = lost.run, str(lost.run.op)
         where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
+        (own,) = world_ranks(self.communicator, [self.communicator.rank])
         report(self.communicator, f"waited for {waited_for} at {where}")
         for other in step.runs:  # they keep the connections open
             other.pending = None
         self._hang_up()
         return WireError(
-            f"rank {self.communicator.rank} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
+            f"rank {own} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
             f" failed. {roll_call(self.communicator, run.op)} The job cannot continue: restart it from its"
             f" last checkpoint. (The backend said: {lost})"
         )

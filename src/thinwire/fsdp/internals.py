@@ -6,6 +6,7 @@
 | `FSDPState._fsdp_param_group` | the same, in earlier versions, which have one group a module | 2.6 |
 | `FSDPParamGroup.fsdp_params`, `FSDPParam.sharded_param` | the parameters of a group | 2.6 |
 | `FSDPParamGroup._all_reduce_hook` | whether a hook is set already | 2.6 |
+| `FSDPState._state_ctx` | whether the caller ends backward: `manual_backward_finalization` | 2.6, 2.15 |
 | `Tensor._post_accumulate_grad_hooks` | optimizers that step in backward | 2.6 |
 
 Since: the oldest version that was looked at and has it. Hooks are set by public methods.
@@ -53,6 +54,15 @@ def parameters_of(group: Any) -> list[nn.Parameter]:
 def has_hook(group: Any) -> bool:
     """Return whether a group has an all-reduce hook. FSDP accepts one."""
     return private(group, "_all_reduce_hook") is not None
+
+
+def finalizes_manually(model: nn.Module) -> bool:
+    """Return whether the caller ends backward with `finalize_backward()`; False before torch 2.15.
+
+    Then some gradients are reduced after backward has returned.
+    """
+    contexts = (private(private(one, "_get_fsdp_state")(), "_state_ctx") for one in sharded_modules(model))
+    return any(getattr(context, "manual_backward_finalization", False) for context in contexts)
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> int:

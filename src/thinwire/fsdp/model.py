@@ -64,10 +64,6 @@ class ShardedModel(ReplicaModel):
         """Return the sharded parameters by name. In a forward, the module itself may hold whole ones."""
         return dict(self._sharded)
 
-    def unreduced(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are frozen now, whose gradients thinwire's hooks do not see."""
-        return {name: one for name, one in self._sharded.items() if not one.requires_grad}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each parameter by name, without padding."""
         return {name: local_part(one) for name, one in self._sharded.items()}
@@ -81,6 +77,18 @@ class ShardedModel(ReplicaModel):
         for parameter in self._sharded.values():
             if parameter.grad is not None:
                 local_part(parameter.grad).fill_(math.nan)
+
+    def check_finalization(self) -> None:
+        """Raise UnavailableError if the user's code ends the backward instead of FSDP (torch 2.15 and newer).
+
+        Gradients of some groups would then be reduced after backward, in which the step is settled.
+        """
+        if internals.finalizes_manually(self.module("attach")):
+            raise UnavailableError(
+                "set_manual_backward_finalization(True): thinwire settles each step inside backward, and"
+                " model.finalize_backward() would reduce gradients after that; call"
+                " model.set_manual_backward_finalization(False) on the root module"
+            )
 
     def check_no_hooks(self) -> None:
         """Raise if another hook is in place of thinwire's, or would see gradients before the exchange."""

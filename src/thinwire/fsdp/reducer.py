@@ -22,13 +22,14 @@ from thinwire.ddp.buckets import BucketRunner
 from thinwire.ddp.connection import Connection
 from thinwire.ddp.internals import queue_callback
 from thinwire.ddp.reducer import PlainEvents
-from thinwire.engine.agreement import SetUp
+from thinwire.engine.agreement import SetUp, agree_on
 from thinwire.engine.ops import Steps
 from thinwire.engine.pack import local_part, pack, unpack
-from thinwire.errors import UnavailableError, WireError
+from thinwire.errors import ThinwireError, UnavailableError, WireError
 from thinwire.fsdp import internals
 from thinwire.fsdp.model import ShardedModel, refuse_hooks
 from thinwire.fsdp.shards import Shards, ShardSteps
+from thinwire.fsdp.watch import watch
 from thinwire.programs.finite import all_true
 from thinwire.programs.finite import finite as is_finite
 from thinwire.programs.memory import Memory
@@ -41,6 +42,8 @@ class Group:
     def __init__(self, number: int, parameters: dict[str, nn.Parameter]) -> None:
         self.number = number
         self.parameters = parameters
+        self.hooked: set[str] = set()
+        """Parameters with thinwire's hook. A frozen one accepts no hook, and gets it when it trains."""
         self.missing: set[str] = set()
         """Trained parameters whose gradient FSDP has not written yet."""
 
@@ -98,8 +101,13 @@ class ShardReducer(BucketRunner):
         """Gradients of earlier backward passes, to which this one's means are added."""
         self._sent: list[tuple[Bucket, dict[str, torch.Tensor], torch.futures.Future[torch.Tensor]]] = []
         self._run_group: Callable[[Group], None] | None = None
+        self._trained = _trained(model)
         model.on_gone(self.engine.close)
         model.on_gone(self._shards.close)
+        assert self._shards.meeting is not None, "connection.open() has opened it"
+        meetings = [self.communicator.meeting, self._shards.meeting]
+        model.on_gone(watch(self.engine, meetings, model.shard_group))
+        model.on_forward(self.engine.check)
         model.on_gone(self._groups.clear)
 
     def register(self, run_group: Callable[[Group], None]) -> None:
@@ -112,15 +120,16 @@ class ShardReducer(BucketRunner):
                 group = self._groups[len(self._groups)] = Group(len(self._groups), own)
                 self._order.insert(0, group.number)  # backward reaches the last module first
                 module.set_all_reduce_hook(partial(self._before, group))
-                for name, parameter in own.items():
-                    parameter.register_post_accumulate_grad_hook(partial(self._after, group, name))
 
     def _before(self, group: Group, reduced: torch.Tensor) -> None:
         """Put gradients of earlier backward passes aside, so that FSDP writes this one's alone."""
         if not self._begun:
+            self.model.check_finalization()
+            self._check_trained()
             self._begun, self._arrived, self._earlier, self._sent = True, {}, {}, []
             self._left = [number for number in self._order if self._groups[number].trains]
             queue_callback(self._check_complete)
+        self.engine.check()
         if group.number in self._arrived:
             raise UnavailableError(
                 f"FSDP reduced the gradients of {', '.join(list(group.parameters)[:3])} twice in a backward:"
@@ -128,10 +137,46 @@ class ShardReducer(BucketRunner):
                 " its uses instead"
             )
         group.begin()
-        for name, parameter in group.parameters.items():
-            refuse_hooks(name, parameter, own=1)
+        for name in group.missing:
+            parameter = group.parameters[name]
+            refuse_hooks(name, parameter, own=name in group.hooked)
+            if name not in group.hooked:
+                parameter.register_post_accumulate_grad_hook(partial(self._after, group, name))
+                group.hooked.add(name)
             if parameter.grad is not None:
                 self._earlier[name], parameter.grad = parameter.grad, None
+
+    def _check_trained(self) -> None:
+        """Compare which parameters train with the other replicas, if some were frozen or unfrozen here.
+
+        Replicas that disagree would send gradients of different sizes, at which Gloo ends the process. A
+        replica without a change does not come here: it waits for this one's gradients. So this one waits a
+        little shorter, and the other's error can name the reason.
+        """
+        trained, earlier = _trained(self.model), self._trained
+        if trained == earlier:
+            return
+        self._trained = trained
+        set_up = {f"parameter {name}": "trained" if on else "frozen" for name, on in trained.items()}
+        limit = self.communicator.limit - 2 * self.communicator.roll_call
+        try:
+            agree_on(set_up, self.communicator.meeting, limit, "a change of frozen parameters")
+        except ThinwireError as error:
+            reason = str(error)
+        else:
+            return
+        changed = _shown([name for name, on in trained.items() if on != earlier[name]])
+        self._fail(
+            WireError(
+                f"{changed} changed between frozen and trained on this rank, and not in all replicas: freeze"
+                f" and unfreeze parameters on every rank, before the same step ({reason})"
+            )
+        )
+
+    def _fail(self, error: ThinwireError) -> None:
+        """Shut the wire down on all ranks of this replica and of the others, and raise the error."""
+        self._shards.fail(error)
+        self.engine.fail(error)
 
     def _after(self, group: Group, name: str, parameter: torch.Tensor) -> None:
         """Start the exchange of a group when the last of its gradients is there, in the common order."""
@@ -209,12 +254,12 @@ class ShardReducer(BucketRunner):
         if not left:
             return
         waited = [name for group in left for name in group.missing or group.parameters]
-        shown = ", ".join(waited[:3]) + (f" and {len(waited) - 3} more" if len(waited) > 3 else "")
-        self.engine.fail(
+        self._fail(
             WireError(
-                f"FSDP wrote no gradients of {shown} in this backward, and other replicas may wait for them:"
-                " if some are unused, call model.set_reduce_scatter_unused_params(True), or freeze them; for"
-                " micro-batches, call model.set_requires_gradient_sync(False) on the root module"
+                f"FSDP wrote no gradients of {_shown(waited)} in this backward, and other replicas may"
+                " wait for them: if some are unused, call model.set_reduce_scatter_unused_params(True), or"
+                " freeze them; for micro-batches, call model.set_requires_gradient_sync(False) on the root"
+                " module"
             )
         )
 
@@ -229,6 +274,16 @@ class ShardReducer(BucketRunner):
             world_size=self.communicator.size,
             step=self.steps.count,
         )
+
+
+def _shown(names: list[str]) -> str:
+    """Return the first of some names as text."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _trained(model: ShardedModel) -> dict[str, bool]:
+    """Return whether each parameter trains now, by name."""
+    return {name: one.requires_grad for name, one in model.parameters().items()}
 
 
 def _flat(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from thinwire.ddp.connection import Connection
 from thinwire.ddp.step import StepOwner
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, AllReduce, Steps
+from thinwire.engine.rendezvous import Meeting
 from thinwire.engine.runs import anew
 from thinwire.errors import ThinwireError
 
@@ -28,10 +29,13 @@ class Shards:
     def __init__(self, group: dist.ProcessGroup, connection: Connection, device: torch.device) -> None:
         self._group, self._connection, self._device = group, connection, device
         self._engine: Engine | None = None
+        self.meeting: Meeting | None = None
+        """Where the ranks of the replica report failures, after `open`."""
 
     def open(self) -> None:
         """Compare what must be equal for all shards, then make the process group. Collective."""
-        _, self._engine = self._connection.open(self._group, self._device)
+        communicator, self._engine = self._connection.open(self._group, self._device)
+        self.meeting = communicator.meeting
 
     def all_true(self, flag: torch.Tensor, step: int) -> torch.Tensor:
         """Return whether a scalar bool tensor is true on all ranks of the replica. Collective.

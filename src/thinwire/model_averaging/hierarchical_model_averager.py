@@ -158,6 +158,10 @@ def _groups(levels: dict[int, int], whole: dist.ProcessGroup) -> "OrderedDict[in
     for period, size in levels.items():
         logger.info("Every %s steps %s ranks average parameters, unless more do at that step.", period, size)
         first = communicator.rank - communicator.rank % size
-        own = range(first, first + size)
-        groups[period] = whole if size == communicator.size else communicator.subgroup(own)
+        if size == communicator.size:
+            groups[period] = whole
+        elif whole is dist.group.WORLD:  # as torch makes them, so that dist.get_pg_count() is the same
+            groups[period], _ = dist.new_subgroups(size, timeout=communicator.limit)
+        else:  # torch.distributed would need all ranks of the world here
+            groups[period] = communicator.subgroup(range(first, first + size))
     return groups

@@ -97,7 +97,9 @@ class Drift(NamedTuple):
     """The index of the smallest parameter that differs."""
 
 
-def find_drift(names: Sequence[str], sizes: Sequence[int], gathered: torch.Tensor, step: int) -> Drift | None:
+def find_drift(
+    names: Sequence[str], sizes: Sequence[int], gathered: torch.Tensor, step: int, ranks: Sequence[int]
+) -> Drift | None:
     """Compare all ranks' fingerprints. The host waits for them.
 
     Args:
@@ -105,11 +107,13 @@ def find_drift(names: Sequence[str], sizes: Sequence[int], gathered: torch.Tenso
         sizes: The numbers of elements of the parameters.
         gathered: The result of `gather_fingerprints`.
         step: The step, for the error.
+        ranks: The ranks of the world, by rank of the group, for the error.
 
     Returns:
         The differences, the same on every rank, or None if there are none.
     """
-    rows = {rank: row[1:] for rank, row in enumerate(gathered.tolist()) if row[0]}  # the only read
+    held = gathered.tolist()  # the only read
+    rows = {rank: row[1:] for rank, row in zip(ranks, held, strict=True) if row[0]}
     first, reference = next(iter(rows.items()))
     if all(row == reference for row in rows.values()):
         return None
@@ -150,13 +154,16 @@ def only_rounded(samples: Sequence[Sequence[float]], dtype: torch.dtype, steps: 
     return bool(((rows - rows[0]).norm(dim=1) <= limit * rows[0].norm()).all())
 
 
-def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int) -> Steps[torch.Tensor]:
+def compare_replicas(
+    names: Sequence[str], own: torch.Tensor, step: int, ranks: Sequence[int]
+) -> Steps[torch.Tensor]:
     """Gather all ranks' fingerprints and compare them at once. Not for use inside backward.
 
     Args:
         names: The parameters' names.
         own: This rank's fingerprints, in the same order.
         step: The step, for the error.
+        ranks: The ranks of the world, by rank of the group, for the error.
 
     Returns:
         `own`.
@@ -164,7 +171,8 @@ def compare_replicas(names: Sequence[str], own: torch.Tensor, step: int) -> Step
     Raises:
         DriftError: A parameter differs between ranks.
     """
-    drift = find_drift(names, [1] * len(names), (yield from gather_fingerprints(own, active=True)), step)
+    gathered = yield from gather_fingerprints(own, active=True)
+    drift = find_drift(names, [1] * len(names), gathered, step, ranks)
     if drift is not None:
         raise drift.error
     return own

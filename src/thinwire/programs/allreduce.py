@@ -12,6 +12,7 @@ from thinwire.errors import OptionError
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written, preset
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
+from thinwire.programs.sparse_gradients import sparse_mean
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,9 +27,12 @@ class Exact(Written):
     stateless: ClassVar[bool] = True
     ignores_order: ClassVar[bool] = True
     exact_alone: ClassVar[bool] = True
+    takes_sparse: ClassVar[bool] = True
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
+        if bucket.buffer.is_sparse:
+            return (yield from sparse_mean(bucket))
         own = bucket.buffer.mul_(1 / bucket.world_size)
         sent = own.to(bucket.exact_dtype or own.dtype)
         error = (own - sent).mul_(bucket.world_size) if bucket.track_error else None

@@ -12,7 +12,7 @@ def finite(x: torch.Tensor) -> torch.Tensor:
     """Return whether all elements are finite, as a scalar bool tensor that the host does not read.
 
     Args:
-        x: Tensor of any shape and floating or complex dtype.
+        x: Tensor of any shape and floating or complex dtype, dense or sparse.
 
     Returns:
         A scalar bool tensor on the device of `x`. True for an empty tensor.
@@ -20,7 +20,7 @@ def finite(x: torch.Tensor) -> torch.Tensor:
     >>> finite(torch.tensor([1.0, 3e38, 3e38])), finite(torch.tensor([1.0, float("nan")]))
     (tensor(True), tensor(False))
     """
-    return blocks.finite(real_numbers(x))
+    return blocks.finite(real_numbers(x.coalesce().values() if x.is_sparse else x))
 
 
 def all_true(flags: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -48,7 +48,7 @@ class ReplicaModel:
         return {} if module is None else {original_name(name): one for name, one in module.named_parameters()}
 
     def unreduced(self) -> dict[str, nn.Parameter]:
-        """Return an empty dict: no gradients are exchanged."""
+        """Return an empty dict: no gradients are exchanged, or (FSDP2) those of all that train."""
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:

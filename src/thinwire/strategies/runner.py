@@ -120,8 +120,7 @@ class Runner:
             refuse_unfrozen(
                 self._unreduced,
                 "its gradient is not exchanged",
-                "unfreeze it before DistributedDataParallel or fully_shard wraps the module, and attach to"
-                " the new model",
+                "unfreeze it before DistributedDataParallel wraps the module, and attach to the new model",
             )
 
     # Events of a step, called by the reducer
@@ -201,7 +200,8 @@ class Runner:
     def _check_replicas(self, gathered: torch.Tensor) -> None:
         """Compare the replicas, and end the wire if they differ, since the ranks have diverged."""
         tensors, step = self.context.model.tensors(), self.steps.count
-        drift = find_drift(list(tensors), [one.numel() for one in tensors.values()], gathered, step)
+        ranks = self.reducer.engine.world_ranks(range(len(gathered)))
+        drift = find_drift(list(tensors), [one.numel() for one in tensors.values()], gathered, step, ranks)
         if drift is None:
             return
         if self.context.check_every is None and self._only_rounded([*tensors.values()][drift.smallest]):

@@ -387,8 +387,10 @@ class Averager(Strategy):
         """Compare across ranks the anchors, or the parameters that were just averaged."""
         held, names = self._parameters if self._anchors is None else self._anchors, list(self._parameters)
         own = fingerprints(held[name] for name in names)
-        check = compare_replicas(names, own, self.context.reducer.steps.count)
-        self._peers.run(check, self._peers.everyone, "the comparison of replicas")
+        everyone = self._peers.everyone
+        ranks = self._peers.engine.world_ranks(everyone)
+        check = compare_replicas(names, own, self.context.reducer.steps.count, ranks)
+        self._peers.run(check, everyone, "the comparison of replicas")
 
     def _new_anchors(self) -> Anchors:
         loop = self.config.outer_loop

@@ -106,7 +106,7 @@ class ModelExchange:
         """
         self._engine.guard(self._step)
         self._engine.settle(self._step)
-        compare_points(self._points.wait(), self._ranks)
+        compare_points(self._points.wait(), self._engine.world_ranks(self._ranks))
         means = [future.wait() for future in self._futures]
         if self._memory is not None and all(map(all_finite, means)):
             self._memory.commit()

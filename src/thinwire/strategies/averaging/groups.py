@@ -88,8 +88,10 @@ def _members_of_own(
     groups = [json.loads(text) for text in texts]
     for rank, ranks in enumerate(groups):
         if rank not in ranks or any(groups[other] != ranks for other in ranks):
+            named = [[all_ranks[member] for member in one] for one in groups]
             raise MismatchError(
-                f"rank {rank} gave a process group of the ranks {ranks}, which is not what those ranks gave:"
-                f" {groups}. Each rank must pass the group that it is in, as new_subgroups returns it"
+                f"rank {all_ranks[rank]} gave a process group of the ranks {named[rank]}, which is not what"
+                f" those ranks gave: {named}. Each rank must pass the group that it is in, as"
+                " new_subgroups returns it"
             )
     return tuple(own)

@@ -8,6 +8,7 @@ from thinwire.engine.ops import Steps, among
 from thinwire.programs.memory import Memory
 from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
+from thinwire.programs.sparse_gradients import takes_sparse
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +36,11 @@ class Within(Written):
     def feeds_back(self, shape: torch.Size) -> bool:
         """Return whether the program adds a parameter's residual to its gradient."""
         return feeds_back(self.program, shape)
+
+    @property
+    def takes_sparse(self) -> bool:
+        """True if the program averages sparse gradients."""
+        return takes_sparse(self.program)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
         """Run the program with these ranks as the whole world."""

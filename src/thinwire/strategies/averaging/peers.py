@@ -73,7 +73,7 @@ class Peers:
         """
         steps = gather_diverged(self._steps.count, own, self._device)
         gathered = self.run(steps, self.everyone, "the comparison of steps")
-        compare_points(gathered, self.everyone)
+        compare_points(gathered, self.engine.world_ranks(self.everyone))
         return any_diverged(gathered)
 
     def run(self, steps: Steps[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:

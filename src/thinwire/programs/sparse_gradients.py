@@ -1,0 +1,53 @@
+"""The exact mean of sparse gradients, as of `nn.Embedding(sparse=True)`."""
+
+from typing import Any
+
+import torch
+
+from thinwire.engine.ops import AllGather, Steps
+from thinwire.errors import UnavailableError
+from thinwire.programs.naming import short
+from thinwire.programs.program import Bucket, Outcome
+
+
+def takes_sparse(program: object) -> bool:
+    """Return whether a program averages sparse gradients, which it declares with an attribute."""
+    return bool(getattr(program, "takes_sparse", False))
+
+
+def require_sparse(program: object, bucket: Bucket) -> None:
+    """Raise UnavailableError if a bucket is sparse and the program cannot average it."""
+    if not takes_sparse(program):
+        raise UnavailableError(
+            f"the gradient of {bucket.names[0]} is sparse, and {short(program)} averages dense ones: make its"
+            " module with sparse=False, or register allreduce_hook"
+        )
+
+
+def sparse_mean(bucket: Bucket) -> Steps[Outcome]:
+    """Average a sparse gradient exactly, with the numbers of torch's all-reduce on Gloo.
+
+    Each rank has gradients of other rows, and of another number of rows. So ranks gather these numbers first,
+    and then rows that are padded to the largest of them.
+    """
+    own = bucket.buffer.div(bucket.world_size).coalesce()
+    indices, values = own.indices(), own.values()
+    counts = yield AllGather(torch.tensor([indices.shape[1]], device=indices.device))
+    held: list[int] = counts.flatten().tolist()
+    all_indices = yield AllGather(_padded(indices.T, max(held)))
+    all_values = yield AllGather(_padded(values, max(held)))
+    # Add up in the order of ranks, which makes the sum the same on all of them.
+    total: Any = None
+    for places, numbers, count in zip(all_indices, all_values, held, strict=True):
+        part = torch.sparse_coo_tensor(places[:count].T, numbers[:count], own.shape, check_invariants=True)
+        total = part if total is None else total.add_(part)
+    mean = total.coalesce()
+    error = torch.zeros_like(mean) if bucket.track_error else None
+    return Outcome(mean, error)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return rows followed by zeros, `count` in all."""
+    padded = rows.new_zeros((count, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded
