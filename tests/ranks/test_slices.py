@@ -57,7 +57,7 @@ def sliced(rank: int, world_size: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])  # one rank exchanges nothing
 def test_a_bucket_is_exchanged_in_slices(world_size: int) -> None:
     ranks = run_ranks(sliced, world_size)
     assert all(torch.equal(found, ranks[0]) for found in ranks)

@@ -66,6 +66,7 @@ def in_zeros_step(rank: int, how: signal.Signals) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     thinwire.attach(ddp, thinwire.ZeRO(), optimizer=optimizer, timeout=LIMIT)
     for step in range(10):
+        optimizer.zero_grad()
         ddp(batch(rank, step, width=8)).square().mean().backward()
         if step == 3:
             fail_on(rank, how)

@@ -34,7 +34,7 @@ from thinwire import (
     Warmup,
 )
 from thinwire.programs.memory import RESIDUAL, NoMemory
-from thinwire.programs.program import carries_exact, check_fit, tracks_error
+from thinwire.programs.program import carries_exact, check_fit, folds_residuals, tracks_error
 from thinwire.testing import SimulatedRanks, check_program
 
 SHAPES = {"w": (16, 12), "v": (4, 30), "b": (9,)}
@@ -130,6 +130,18 @@ def test_a_subclass_inherits_no_promise_that_its_methods_may_break() -> None:
     program = Own(Quantize(bits=4))
     assert not carries_exact(program)
     check_program(ErrorFeedback(program), steps=50)
+
+
+@dataclass(frozen=True, repr=False)
+class Larger(TwoShot):
+    """A subclass that changes an option, and no method."""
+
+    preferred_bytes = 1 << 22
+
+
+def test_a_subclass_that_overrides_no_method_keeps_the_promises() -> None:
+    assert carries_exact(Larger(Quantize(bits=4)))
+    assert folds_residuals(Larger(Quantize(bits=4)))
 
 
 def test_a_program_that_says_it_is_stateless_and_keeps_a_slot_raises() -> None:

@@ -1,6 +1,5 @@
 """Comparison of replicas: a check that all ranks hold the same parameters, bit by bit."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -22,14 +21,19 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed num
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+def fingerprint(tensor: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
     """Return a 64-bit number that changes with any single changed bit, and with the order of elements.
 
     It is the sum of all words modulo 2^64, each times an odd number that depends on its place in its row,
     and each row times one that depends on the row's place.
+
+    Args:
+        tensor: The tensor.
+        factors: The numbers of a row on the tensor's device, which several calls can share.
     """
     words = _words(tensor)
-    factors = _factors(_ROW, words.device)
+    if factors is None:
+        factors = _factors(_ROW, words.device)
     at_once = 1 if words.device.type == "cpu" else _ROWS_AT_ONCE
     whole = words.numel() // _ROW
     sums = [
@@ -55,12 +59,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return real.view(torch.int32)
 
 
-@functools.cache
 def _factors(count: int, device: torch.device) -> torch.Tensor:
     """Return odd numbers by place, the first of which is 1.
 
     They look random (SplitMix64's finaliser), because with evenly spaced ones some changes in several places
-    would cancel.
+    would cancel. They are not cached: a tensor that outlives its call belongs to the call's stream and modes.
     """
     mixed = torch.arange(count, dtype=torch.int64, device=device) * _GOLDEN
     for shift, factor in _MIX:
@@ -70,7 +73,13 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return one fingerprint per tensor."""
-    return torch.stack([fingerprint(tensor) for tensor in tensors])
+    factors: dict[torch.device, torch.Tensor] = {}
+    found = []
+    for tensor in tensors:
+        if tensor.device not in factors:
+            factors[tensor.device] = _factors(_ROW, tensor.device)
+        found.append(fingerprint(tensor, factors[tensor.device]))
+    return torch.stack(found)
 
 
 def gather_fingerprints(own: torch.Tensor, active: bool) -> Steps[torch.Tensor]:
@@ -133,8 +142,7 @@ def find_drift(
 def sample_of(tensor: torch.Tensor) -> list[float]:
     """Return a few numbers of a tensor, evenly spaced, for `only_rounded`."""
     numbers = real_numbers(tensor.detach()).reshape(-1)
-    places = torch.linspace(0, numbers.numel() - 1, min(_SAMPLE, numbers.numel()), device=numbers.device)
-    sample: list[float] = numbers[places.long()].tolist()
+    sample: list[float] = numbers[:: max(1, numbers.numel() // _SAMPLE)][:_SAMPLE].tolist()
     return sample
 
 

@@ -217,14 +217,27 @@ def tracks_error(program: object) -> bool:
 
 
 def _promises(program: object, trait: str) -> bool:
-    """Return whether a program's own class promises something about how it runs.
+    """Return whether a program promises something about how it runs.
 
-    A subclass does not inherit a promise, because the method that it overrides may break it: it may keep a
-    slot, which would be shared by all models, or ignore residuals, which would become garbage. Without the
-    promise everything is right, only with more copies. So a subclass sets the trait itself.
+    A promise holds for the class that declares it, and for subclasses that override no method. A method may
+    break it: it may keep a slot, which would be shared by all models, or ignore residuals, which would become
+    garbage. Such a subclass declares the trait itself, or does without: then everything is right, only with
+    more copies.
     """
-    own = trait in vars(type(program)) or trait in getattr(program, "__dict__", {})
-    return own and bool(getattr(program, trait))
+    if trait in getattr(program, "__dict__", {}):
+        return bool(getattr(program, trait))
+    for kind in type(program).__mro__:
+        if trait in vars(kind):
+            return bool(getattr(program, trait))
+        if any(_may_change(name, value) for name, value in vars(kind).items()):
+            return False
+    return False
+
+
+def _may_change(name: str, value: object) -> bool:
+    """Return whether a class attribute is code that a program runs. Dataclasses add only other dunders."""
+    is_code = inspect.isroutine(value) or isinstance(value, property)
+    return is_code and (name == "__call__" or not name.startswith("__"))
 
 
 def feeds_back(program: object, shape: torch.Size) -> bool:

@@ -32,7 +32,7 @@ def sparse_mean(bucket: Bucket) -> Steps[Outcome]:
     """
     own = bucket.buffer.div(bucket.world_size).coalesce()
     indices, values = own.indices(), own.values()
-    counts = yield AllGather(torch.tensor([indices.shape[1]], device=indices.device))
+    counts = yield AllGather(indices.new_tensor([indices.shape[1]]))
     held: list[int] = counts.flatten().tolist()
     all_indices = yield AllGather(_padded(indices.T, max(held)))
     all_values = yield AllGather(_padded(values, max(held)))

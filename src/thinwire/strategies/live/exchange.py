@@ -125,7 +125,8 @@ class Exchange:
         """Return the set-ups of all replicas, by rank."""
         device = self._replica.device
         text = json.dumps(self._replica.set_up).encode()
-        sizes = self._run(_gather(torch.tensor([len(text)], device=device)), "the sizes of set-ups")
+        length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+        sizes = self._run(_gather(length), "the sizes of set-ups")
         padded = bytearray(text.ljust(int(sizes.max()), b" "))
         rows = self._run(_gather(torch.frombuffer(padded, dtype=torch.uint8).to(device)), "set-ups")
         return tuple(json.loads(bytes(row.tolist())) for row in rows.cpu())

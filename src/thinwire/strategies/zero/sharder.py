@@ -289,7 +289,7 @@ class Sharder(Strategy):
         if additions:  # on every rank, before any has stepped
             self._drop_gradients()
             raise UnavailableError(_ADDED)
-        return torch.tensor(overflows == 0)
+        return torch.tensor(overflows == 0, dtype=torch.bool, device="cpu")
 
     def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
         """Run a program after those already submitted, and wait for all of them."""
