@@ -177,5 +177,6 @@ def _show(results: Results, *, as_json: bool) -> None:
         out.print()
         if cell.cores:
             load, threads = Load(cores=cell.cores, others=cell.other_cores), results.machine.get(THREADS)
-            err.print(f"measured with {threads} threads per rank, while {load}", style="dim")
+            noun = "thread" if str(threads) == "1" else "threads"
+            err.print(f"measured with {threads} {noun} per rank, while {load}", style="dim")
     err.print(LEGEND, style="dim")
