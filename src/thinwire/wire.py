@@ -145,7 +145,8 @@ class Wire:
 
         Call it on every rank. With `ZeRO` every rank holds only the gradients of its own parameters, so
         torch's function would clip by a part of the norm. Changes that were made to the gradients before are
-        kept.
+        kept. Parameters that DDP ignores are left alone: their gradients differ between ranks, which would
+        then clip by different norms and drift apart.
 
         Args:
             max_norm: The largest norm after clipping.

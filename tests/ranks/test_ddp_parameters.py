@@ -161,3 +161,24 @@ def frozen_for_a_while(rank: int, world_size: int) -> None:
 
 def test_a_parameter_that_was_frozen_after_ddp_was_made_may_be_unfrozen() -> None:
     run_ranks(frozen_for_a_while, 2)
+
+
+def clipped_beside_an_ignored_one(rank: int, world_size: int) -> torch.Tensor:
+    model = mlp(width=8, layers=2)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+    ddp = DDP(model)
+    wire = thinwire.attach(ddp, thinwire.Int8())
+    ddp(batch(rank, 0, width=8)).square().mean().backward()
+    ignored = next(one for name, one in model.named_parameters() if name == "2.bias")
+    ignored.grad = torch.full_like(ignored, 100.0 * (rank + 1))  # larger than all others
+    wire.clip_grad_norm_(1e-3)
+    assert ignored.grad.eq(100.0 * (rank + 1)).all()
+    return torch.cat(
+        [one.grad.flatten() for one in model.parameters() if one.grad is not None and one is not ignored]
+    )
+
+
+def test_a_parameter_that_ddp_ignores_does_not_make_ranks_clip_differently() -> None:
+    first, second = run_ranks(clipped_beside_an_ignored_one, 2)
+    assert torch.equal(first, second)
+    assert first.norm() == pytest.approx(1e-3, rel=1e-3)

@@ -368,7 +368,7 @@ class Strategy:
         return ""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip the gradients of all parameters by their total norm.
+        """Clip the gradients of all parameters that ranks share by their total norm.
 
         Args:
             max_norm: The largest norm that gradients keep.
@@ -377,8 +377,11 @@ class Strategy:
         Returns:
             The norm before clipping.
         """
-        parameters = self.context.model.module("clip_grad_norm_").parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        model = self.context.model
+        model.module("clip_grad_norm_")
+        # Without those that DDP ignores: their gradients differ between ranks, and so would the norm, and
+        # ranks that scale equal gradients by different factors drift apart.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters().values(), max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of DTensors
 
     def consolidate_optimizer_state(self, to: int) -> dict[str, Any] | None:
