@@ -39,7 +39,7 @@ from thinwire.step.model import AttachedModel, AttachedReducer
 from thinwire.step.runner import AttachedRun, run_group, thinwire_hook
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.step.strategy import Context
-from thinwire.strategies.averaging.start import start_equal
+from thinwire.strategies.averaging.replica import start_equal
 from thinwire.strategies.loading import check_loaded_states
 from thinwire.strategies.schedule import Schedule, Stage, StagePlan
 from thinwire.wire import Wire

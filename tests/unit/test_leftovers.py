@@ -29,7 +29,7 @@ from thinwire import (
     Warmup,
 )
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
-from thinwire.strategies.averaging.local_gradients import Alone
+from thinwire.strategies.averaging.groups import Alone
 from thinwire.testing import SimulatedRanks
 
 SHAPES = {"w": (18, 6), "small": (3, 5), "b": (7,), "one": ()}

@@ -183,7 +183,7 @@ class _GlooAt(ProcessGroupGloo):
         return json.dumps(handle)
 
 
-class ManagerMembership:
+class ManagerQuorum:
     """torchft's manager as thinwire's membership.
 
     Args:
@@ -298,6 +298,15 @@ class ManagerMembership:
     def abort(self) -> None:
         """Close the connections of the quorum's process group."""
         self.group.abort()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the manager's step and its number of committed batches."""
+        state: dict[str, int] = self.manager.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from the saved counts of a manager."""
+        self.manager.load_state_dict(state)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ from thinwire.step.model import AttachedModel, AttachedReducer
 if TYPE_CHECKING:
     from thinwire.monitors.auditor import Auditor
     from thinwire.programs.memory import Memory
+    from thinwire.strategies.averaging.membership import Contribute, Membership
+    from thinwire.strategies.averaging.replica import Replica
 
 
 class Configuration(ReprAsWritten):
@@ -174,6 +176,8 @@ class Context:
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
         scaler: The GradScaler given to `attach`.
+        membership: A function that makes the membership of averaged models from a replica and its
+            contributions. None: the fixed ranks of the reducer's group.
     """
 
     reducer: AttachedReducer
@@ -183,6 +187,7 @@ class Context:
     check_every: int | None
     optimizers: Callable[[], list[Optimizer]]
     scaler: ScalerOption
+    membership: "Callable[[Replica, Contribute], Membership] | None" = None
 
     def target(self) -> Target:
         """Return the target that a configuration is validated against."""
@@ -307,6 +312,20 @@ class Strategy:
     def explain(self) -> str:
         """Return text that `wire.explain()` shows above its table, such as the reason for a choice."""
         return ""
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas that take part. By default the ranks of the model's group."""
+        engine, size = self.context.reducer.engine, self.context.reducer.communicator.size
+        return tuple(f"rank {rank}" for rank in engine.world_ranks(range(size)))
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges of models that were applied. 0 if only gradients are exchanged."""
+        return 0
+
+    def join(self) -> None:
+        """Wait until this replica takes part. Only replicas that join and leave need it."""
 
     def finalize(self) -> None:
         """Synchronise the models of all ranks. Collective."""

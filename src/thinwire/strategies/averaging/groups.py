@@ -1,16 +1,25 @@
-"""Disjoint groups of a model's ranks that average among themselves."""
+"""Disjoint groups of a model's ranks, and the programs that average gradients within them."""
 
 import json
+import os
+import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Literal, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import is_whole
 from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.ops import Collectives, among
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import MismatchError, OptionError
-from thinwire.strategies.averaging.nodes import ranks_on_this_node
+from thinwire.programs.description import ReprAsWritten
+from thinwire.programs.memory import Memory
+from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
+from thinwire.programs.sparse_gradients import takes_sparse
 
 NODE: Literal["node"] = "node"
 
@@ -88,10 +97,57 @@ def _members_of_own(
     groups = [json.loads(text) for text in texts]
     for rank, ranks in enumerate(groups):
         if rank not in ranks or any(groups[other] != ranks for other in ranks):
-            named = [[all_ranks[member] for member in one] for one in groups]
+            named = [[all_ranks[member] for member in members] for members in groups]
             raise MismatchError(
                 f"rank {all_ranks[rank]} gave a process group of the ranks {named[rank]}, which is not what"
                 f" those ranks gave: {named}. Each rank must pass the group that it is in, as"
                 " new_subgroups returns it"
             )
     return tuple(own)
+
+
+def ranks_on_this_node(rendezvous: StoreRendezvous, limit: timedelta) -> tuple[int, ...]:
+    """Return the ranks on this rank's node. Collective.
+
+    A node is identified by torchrun's GROUP_RANK, or else by its host name. Nodes may differ in size.
+    """
+    own = os.environ.get("GROUP_RANK") or socket.gethostname()
+    nodes = rendezvous.gather("nodes", own, limit)
+    return tuple(rank for rank, node in enumerate(nodes) if node == own)
+
+
+@dataclass(frozen=True, repr=False)
+class Alone(ReprAsWritten):
+    """A program that sends nothing, so that every rank keeps its own gradients."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        """Return the bucket unchanged."""
+        return Outcome(bucket.buffer)
+        yield  # a program is a generator
+
+
+@dataclass(frozen=True, repr=False)
+class Within(ReprAsWritten):
+    """A program that runs `program` among some ranks, this one included."""
+
+    program: Program
+    ranks: tuple[int, ...]
+
+    @property
+    def carries_exact(self) -> bool:
+        """True if the program averages some parameters exactly."""
+        return carries_exact(self.program)
+
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether the program adds a parameter's residual to its gradient."""
+        return feeds_back(self.program, shape)
+
+    @property
+    def takes_sparse(self) -> bool:
+        """True if the program averages sparse gradients."""
+        return takes_sparse(self.program)
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        """Run the program with these ranks as the whole world."""
+        inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
+        return (yield from among(self.ranks, self.program(inner, memory)))

@@ -15,10 +15,11 @@ from thinwire.programs.description import describe
 from thinwire.programs.program import Program, check_fit, require_program
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.groups import Groups, check_groups
-from thinwire.strategies.averaging.outer import Tuning
 
 Buffers: TypeAlias = Literal["mean", "rank0", "local"]
 OptimizerState: TypeAlias = Literal["local", "mean", "reset"]
+Tuning: TypeAlias = Callable[[int], dict[str, float]]
+"""A function from the number of replicas to options of the outer optimizer's parameter groups."""
 
 
 @dataclass(frozen=True)
