@@ -38,8 +38,7 @@ from thinwire.tools.bench.predict import Prediction, predict
 from thinwire.tools.bench.results import Cell, Track, plain
 from thinwire.tools.bench.workloads import find_workload
 from thinwire.tools.lab.namespaces import Lab
-from thinwire.tools.lab.network import plan
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import parse_rate, plan
 from thinwire.tools.lab.run import run_on
 
 MARK = "plan "

@@ -116,8 +116,7 @@ def measure_cell(hosts: int, link: str, options: argparse.Namespace) -> list["Ce
     """Measure one network. Return one cell for each checkout."""
     from thinwire.tools.bench.results import Cell, Track
     from thinwire.tools.lab.namespaces import Lab
-    from thinwire.tools.lab.network import plan
-    from thinwire.tools.lab.rate import parse_rate
+    from thinwire.tools.lab.network import parse_rate, plan
     from thinwire.tools.lab.run import run_on
 
     checkouts = [SOURCE, *([options.against] if options.against else [])]

@@ -34,7 +34,7 @@ from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.tools.bench.parsing import parse_program
 from thinwire.tools.bench.workloads import Workload, find_workload
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import parse_rate
 
 Tensors = Mapping[str, torch.Tensor]
 HELD_OUT = 32

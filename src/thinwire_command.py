@@ -100,7 +100,7 @@ class Commands(click.Group):
             click.echo(f"Error: the code of the model or program called sys.exit({error.code})", err=True)
             ctx.exit(1)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # click ends no_autograd if the reader of a pipe has gone
+            if error.errno == errno.EPIPE:  # click ends silently if the reader of a pipe has gone
                 raise
             where = f"{error.filename}: " if error.filename else ""
             click.echo(f"Error: {where}{error.strerror or error}", err=True)

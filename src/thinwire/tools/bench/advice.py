@@ -6,8 +6,8 @@ from typing import Any
 
 from thinwire import Averaging
 from thinwire.errors import OptionError
-from thinwire.plan.load import Load
 from thinwire.tools.bench.contestants import exchanges
+from thinwire.tools.bench.load import Load
 from thinwire.tools.bench.parsing import attach_line, parse_saved
 from thinwire.tools.bench.results import Cell, Results
 from thinwire.tools.bench.summary import Quartiles, Row, rows
