@@ -1,4 +1,4 @@
-"""The tables of `thinwire plan`: predicted costs for one or several networks, or compared with measurements."""
+"""The tables of `thinwire plan`: predicted costs for one or more networks, or compared with measurements."""
 
 import statistics
 from collections.abc import Collection
