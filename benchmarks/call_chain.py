@@ -58,7 +58,7 @@ def _holds_gradient(value: object) -> bool:
     if isinstance(value, dist.GradBucket | GeneratorType):
         return True
     held = [getattr(value, name, None) for name in ("buffer", "tensor", "program", "mean", "values")]
-    return any(isinstance(one, torch.Tensor | GeneratorType) for one in held)
+    return any(isinstance(value, torch.Tensor | GeneratorType) for value in held)
 
 
 class Recorder:
@@ -84,7 +84,7 @@ class Recorder:
         call = (file[len(SOURCE) + 1 :], name)
         self.calls.append(call)
         arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
-        given = [frame.f_locals.get(one) for one in arguments if one != "self"]
+        given = [frame.f_locals.get(name) for name in arguments if name != "self"]
         if any(map(_holds_gradient, given)) and call not in self.hops:
             self.hops.append(call)
 

@@ -207,7 +207,7 @@ class Apart:
             results: The results of a run whose losses were all trained over loopback.
             hosts: The world size.
         """
-        cell = next((one for one in results.cells if one.hosts == hosts and one.error is None), None)
+        cell = next((known for known in results.cells if known.hosts == hosts and known.error is None), None)
         if cell is None or any(track.peak_memory is None for track in cell.tracks):
             return None
         by_seed = zip(*([track.losses, *track.seed_losses] for track in cell.tracks), strict=True)

@@ -94,7 +94,7 @@ def measure(
         One track for each contestant, joined from those of all ranks.
     """
     start = _broadcast(workload.model().to(device()))
-    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb) for one in contestants]
+    entries = [enter(contestant, copy.deepcopy(start), workload, bucket_mb) for contestant in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
     shuffled = random.Random(0)  # the same order on every rank
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
@@ -237,10 +237,10 @@ def _join(own: Track) -> Track:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=False)  # a rank may lack them
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=False)  # a rank may lack them
         setattr(own, name, [mean(values) for values in by_step])
     for name in ("step_seconds", "first_gradient_seconds", "optimizer_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=True)
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=True)
         setattr(own, name, [max(values) for values in by_step])
     return own
 
@@ -287,10 +287,10 @@ def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
     The model itself stays as it is, so that training continues as if it had not been evaluated.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, one in floating.items():
-        by_dtype.setdefault(one.dtype, []).append(name)
+    for name, tensor in floating.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
     means: dict[str, torch.Tensor] = {}
     for names in by_dtype.values():
         flat = torch.cat([floating[name].reshape(-1) for name in names])

@@ -142,7 +142,7 @@ def network(up: list[Interface], route: str | None) -> Finding:
         route: The interface of the default route, or None.
     """
     chosen, why = gloo_interface(up)
-    others = [one.name for one in up if one is not chosen and one.name != "lo"]
+    others = [interface.name for interface in up if interface is not chosen and interface.name != "lo"]
     remedy = f"export {VARIABLE}={route or 'eth0'} on every host, with the interface between the hosts"
     if chosen is None:
         return Finding("network", False, f"Gloo finds no interface {why}", remedy)

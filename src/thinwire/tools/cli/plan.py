@@ -108,8 +108,8 @@ def _answer(request: Request, networks: list[Network], *, as_json: bool) -> None
         known, limits = request.known(), request.limits()
         plans = []
         for network in networks:
-            for one in candidates:
-                one.validate(planner.measured.shapes, network.ranks)
+            for candidate in candidates:
+                candidate.validate(planner.measured.shapes, network.ranks)
             rows = planner.rows(candidates, network, known)
             plans.append((network, rows, recommend(rows, network, limits, request.steps)))
     if len(plans) == 1:
@@ -127,9 +127,9 @@ def _draw(request: Request, path: Path, *, as_json: bool) -> None:
     networks, candidates = request.networks(), request.candidates()
     with measuring() as timing:
         planner = request.planner(networks[0].ranks)
-        for one in candidates:
+        for candidate in candidates:
             for network in networks:
-                one.validate(planner.measured.shapes, network.ranks)
+                candidate.validate(planner.measured.shapes, network.ranks)
         found = scale(planner, candidates, networks, request.known(), request.limits())
     page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}".rstrip("."))
     write_page(path, page, as_json=as_json)

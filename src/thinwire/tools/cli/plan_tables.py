@@ -140,13 +140,20 @@ def check_log(request: Request, log: Log) -> Prediction:
 def show_checks(checks: Checks, *, as_json: bool) -> None:
     """Print predicted and measured terms, and the errors of steps."""
     if as_json:
-        print_json({name: [_data(one) for one in found] for name, found in checks.items()})
+        print_json({name: [_data(prediction) for prediction in found] for name, found in checks.items()})
         return
     for name, found in checks.items():
         out.print(f"\n{name}\n", style="bold")
-        lines = [(one.name, [_pair(one, term) for term in TERMS], False) for one in found]
+        lines = [
+            (prediction.name, [_pair(prediction, term) for term in TERMS], False) for prediction in found
+        ]
         out.print(text_table(TERMS, lines), "", soft_wrap=False)
-    errors = [abs(error) for found in checks.values() for one in found if (error := one.error()) is not None]
+    errors = [
+        abs(error)
+        for found in checks.values()
+        for prediction in found
+        if (error := prediction.error()) is not None
+    ]
     if errors:
         out.print(
             f"error of steps: median {statistics.median(errors):.0%}, worst {max(errors):.0%} of"
@@ -156,18 +163,22 @@ def show_checks(checks: Checks, *, as_json: bool) -> None:
     err.print("each: predicted / measured (error)", style="dim")
 
 
-def _pair(one: Prediction, term: str) -> str:
-    predicted, measured, error = getattr(one.predicted, term), one.measured.get(term), one.error(term)
+def _pair(prediction: Prediction, term: str) -> str:
+    predicted, measured, error = (
+        getattr(prediction.predicted, term),
+        prediction.measured.get(term),
+        prediction.error(term),
+    )
     show = show_bytes if term == "bytes" else show_seconds
     if measured is None or error is None:
         return f"{show(predicted)} / -"
     return f"{show(predicted)} / {show(measured)} ({error:+.0%})"
 
 
-def _data(one: Prediction) -> dict[str, Any]:
+def _data(prediction: Prediction) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "predicted": {term: getattr(one.predicted, term) for term in TERMS},
-        "measured": dict(one.measured),
-        "error": one.error(),
+        "name": prediction.name,
+        "predicted": {term: getattr(prediction.predicted, term) for term in TERMS},
+        "measured": dict(prediction.measured),
+        "error": prediction.error(),
     }

@@ -189,7 +189,7 @@ def plan(
     if len(rates) not in (1, links):
         what = "group" if sizes else "host"
         raise OptionError(f"rate={rate!r} has {len(rates)} rates for {links} {what}s: pass one, or one each")
-    slow = [Link(rate=one, delay=delay, loss=loss) for one in rates]
+    slow = [Link(rate=limit, delay=delay, loss=loss) for limit in rates]
     return Network(
         links=tuple(slow * links if len(slow) == 1 else slow),
         groups=sizes,

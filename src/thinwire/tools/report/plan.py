@@ -73,15 +73,21 @@ def scale(
     """
     every = [PLAIN_DDP, *candidates]
     largest = networks[-1]
-    by_size = [Curve(one, tuple(planner.cost(one, there) for there in networks)) for one in every]
+    by_size = [
+        Curve(candidate, tuple(planner.cost(candidate, there) for there in networks)) for candidate in every
+    ]
     faster = [at_rate(largest, rate) for rate in RATES]
-    by_rate = [Curve(one, tuple(planner.cost(one, there) for there in faster)) for one in every]
+    by_rate = [
+        Curve(candidate, tuple(planner.cost(candidate, there) for there in faster)) for candidate in every
+    ]
     advice = []
     for network in networks:
         there = [at_rate(network, rate) for rate in RATES]
-        found = [recommend(planner.quick_rows(candidates, one, known), one, limits) for one in there]
+        found = [
+            recommend(planner.quick_rows(candidates, network, known), network, limits) for network in there
+        ]
         advice.append(found)
-    return Scale(largest, tuple(one.ranks for one in networks), RATES, by_size, by_rate, advice)
+    return Scale(largest, tuple(network.ranks for network in networks), RATES, by_size, by_rate, advice)
 
 
 def at_rate(network: Network, rate: float) -> Network:
@@ -117,7 +123,7 @@ def render(found: Scale, command: str, model: str) -> str:
 def _advice(found: Scale) -> str:
     """Return a table of what to use, by world size and rate."""
     body = "".join(
-        f"<tr><th scope='row'>{count} hosts</th>{cells(_use(one) for one in row)}</tr>"
+        f"<tr><th scope='row'>{count} hosts</th>{cells(_use(advice) for advice in row)}</tr>"
         for count, row in zip(found.sizes, found.advice, strict=True)
     )
     return (

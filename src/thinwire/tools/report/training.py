@@ -39,7 +39,7 @@ def render(log: Log, name: str) -> str:
         name: The name of its file.
     """
     summary = summarise(log)
-    listed = "".join(fact(*one) for one in facts(log, summary))
+    listed = "".join(fact(*pair) for pair in facts(log, summary))
     parts = (
         f"<p class='verdict'>{escape(verdict(log, summary))}</p>",
         f"<dl class='key'>{listed}{fact('Log', name + whose(log))}</dl>",
@@ -175,7 +175,9 @@ def dates(summary: Summary) -> str:
     if summary.began is None or summary.ended is None:
         return "not known: the log is of an older thinwire"
     try:
-        began, ended = (datetime.fromtimestamp(one, timezone.utc) for one in (summary.began, summary.ended))
+        began, ended = (
+            datetime.fromtimestamp(instant, timezone.utc) for instant in (summary.began, summary.ended)
+        )
     except (OverflowError, ValueError, OSError):
         return "not known: the times in the log are no dates"
     end = f"{ended:%H:%M}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M}"
@@ -205,7 +207,7 @@ def worth(summary: Summary) -> str:
         text += f". In audited steps, the exact mean took {summary.saving:.3g} times the bytes of the program"
     if summary.exposed is None or summary.wire is None:
         return f"{text}. The time on the network is not known, because it is not measured on accelerators."
-    busy, waited = (_seconds(one / max(summary.steps, 1)) for one in (summary.wire, summary.exposed))
+    busy, waited = (_seconds(seconds / max(summary.steps, 1)) for seconds in (summary.wire, summary.exposed))
     return (
         f"{text}. In an average step a collective was in flight for {busy}, and backward waited {waited} for"
         f" results. In total, backward waited {_seconds(summary.exposed)}."
@@ -271,11 +273,11 @@ def notes(log: Log, summary: Summary) -> Iterator[str]:
 def parameter_rows(log: Log) -> list[tuple[str, list[str]]]:
     """Return each parameter's figures as named by COLUMNS, the largest error first."""
     rows = []
-    for name, one in sorted(log.parameters.items(), key=lambda item: item[1].errors[-1], reverse=True):
-        largest = max(one.errors)
-        at = one.steps[one.errors.index(largest)]
-        figures = [number(one.errors[-1]), number(largest), f"{at:,}"]
-        rows.append((name, [*figures, number(one.residual), f"{one.steps[-1]:,}"]))
+    for name, audited in sorted(log.parameters.items(), key=lambda item: item[1].errors[-1], reverse=True):
+        largest = max(audited.errors)
+        at = audited.steps[audited.errors.index(largest)]
+        figures = [number(audited.errors[-1]), number(largest), f"{at:,}"]
+        rows.append((name, [*figures, number(audited.residual), f"{audited.steps[-1]:,}"]))
     return rows
 
 
