@@ -20,13 +20,13 @@ import thinwire
 from tests.unit import test_summary as summary
 from tests.unit.test_untrusted import Hostile
 from thinwire import UnavailableError
-from thinwire.plan import load
+from thinwire.tools.bench import load
 from thinwire.tools.bench.grid import Grid
 from thinwire.tools.bench.results import Results
 from thinwire.tools.cli import bench as bench_command
 from thinwire.tools.cli import doctor as doctor_command
-from thinwire.tools.cli.main import cli
-from thinwire.tools.lab import checks, namespaces
+from thinwire.tools.lab import namespaces
+from thinwire_command import cli
 
 
 def run(*words: str) -> Result:
@@ -366,7 +366,7 @@ def no_way(*args: object) -> Any:
 
 
 def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (namespaces, checks, bench_command):
+    for module in (namespaces, doctor_command, bench_command):
         monkeypatch.setattr(module, "way_in", no_way)
     for words in ("lab -- true", "bench --steps 8"):
         result = run(*words.split())

@@ -48,15 +48,15 @@ def docs(
         raise OptionError("there is no keyword: pass one, as in thinwire docs residual, or --build PACKAGE")
     found = look_up(keyword, package)
     if as_json:
-        print_json([{**asdict(one), "url": one.url} for one in found])
+        print_json([{**asdict(entry), "url": entry.url} for entry in found])
         return
     if not found:
         raise OptionError(f"keyword={keyword!r} is not in the index of {package}: try a part of it")
-    for one in found[:_MOST]:
-        out.print(f"{one.word}", style="bold", end="")
-        out.print(f"  {one.kind}  {one.url}")
-        if one.summary:
-            out.print(f"    {one.summary}")
+    for entry in found[:_MOST]:
+        out.print(f"{entry.word}", style="bold", end="")
+        out.print(f"  {entry.kind}  {entry.url}")
+        if entry.summary:
+            out.print(f"    {entry.summary}")
     if len(found) > _MOST:
         err.print(f"and {len(found) - _MOST} more", style="dim")
 
