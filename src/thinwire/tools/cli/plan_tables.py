@@ -130,10 +130,7 @@ def check_log(request: Request, log: Log) -> Prediction:
     candidates = request.candidates() if request.programs else []
     if len(candidates) != 1:
         raise OptionError("check of a log needs the program that ran: give one, as --programs Int8")
-    ranks = log.world_size
-    if request.hosts is None and ranks is None:
-        raise OptionError("hosts is missing, and the log does not tell: give --hosts")
-    network = request.network(ranks) if request.hosts is None and ranks else request.networks()[0]
+    network = request.network(log.world_size) if request.hosts is None else request.networks()[0]
     return predict_log(log, request.planner(network.ranks), candidates[0], network)
 
 
