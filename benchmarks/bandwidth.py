@@ -7,9 +7,9 @@ import argparse
 import statistics
 import sys
 
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 _PROGRAM = """
 import os, socket, sys, time

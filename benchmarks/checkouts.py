@@ -77,11 +77,11 @@ def use_checkout(source: Path) -> None:
     """
     sys.path.insert(0, str(source))
     import thinwire
-    import thinwire.bench
+    import thinwire.tools.bench
 
     check_imported(source)
     _complete(thinwire)
-    thinwire.bench.__path__ = [str(SOURCE / "thinwire" / "bench")]
+    thinwire.tools.bench.__path__ = [str(SOURCE / "thinwire" / "bench")]
 
 
 def check_imported(source: Path) -> None:
@@ -100,5 +100,5 @@ def _complete(thinwire: Any) -> None:
     for counted in (thinwire.Stats, thinwire.StepRecord):
         if "encode_seconds" not in counted.__dataclass_fields__:
             counted.encode_seconds = property(attrgetter("compute_seconds"))
-    if find_spec("thinwire.programs.naming") is None:
-        sys.modules["thinwire.programs.naming"] = import_module("thinwire.programs.program")
+    if find_spec("thinwire.programs.description") is None:
+        sys.modules["thinwire.programs.description"] = import_module("thinwire.programs.program")

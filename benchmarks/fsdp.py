@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire
 from examples.train_fsdp import Block, loss_of, sharded
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 MARK = "fsdp "
 NATIVE = "HSDP"

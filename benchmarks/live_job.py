@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.live_replica import Place, Plan, replica, serve
-from thinwire.lab.namespaces import Lab
+from thinwire.tools.lab.namespaces import Lab
 
 _PORT = 29510
 

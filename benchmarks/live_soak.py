@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.live_job import Job, loaded_context
 from benchmarks.live_replica import Plan
 from thinwire.errors import UnavailableError
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan as network_plan
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan as network_plan
 
 _LASTS = 1.25
 """How long a replica is frozen or cut off, in time limits of a collective."""

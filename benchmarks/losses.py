@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire import Bucket, Exact, Memory, Outcome, Program, Steps
-from thinwire.bench.parsing import parse_program, split_programs
-from thinwire.bench.workloads import Workload, find_workload
+from thinwire import Bucket, Collectives, Exact, Memory, Outcome, Program
 from thinwire.engine.ops import Collective
 from thinwire.testing import SimulatedRanks
+from thinwire.tools.bench.parsing import parse_program, split_programs
+from thinwire.tools.bench.workloads import Workload, find_workload
 
 HELD_OUT = 16
 
@@ -39,7 +39,7 @@ class Counted:
     def __init__(self, program: Program) -> None:
         self.program, self.bytes_sent = program, 0
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program, and count the bytes of its collectives."""
         steps, received = self.program(bucket, memory), None
         while True:

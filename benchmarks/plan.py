@@ -28,19 +28,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.bench.contestants import BUCKET_MB, line_up
-from thinwire.bench.devices import ON_CPU
-from thinwire.bench.measure import measure
-from thinwire.bench.predict import Prediction, predict
-from thinwire.bench.results import Cell, Track, plain
-from thinwire.bench.workloads import find_workload
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.rate import parse_rate
-from thinwire.lab.run import run_on
 from thinwire.plan import compute
 from thinwire.plan.network import Link, Network
 from thinwire.plan.probe import probe_group
+from thinwire.tools.bench.contestants import BUCKET_MB, line_up
+from thinwire.tools.bench.devices import ON_CPU
+from thinwire.tools.bench.measure import measure
+from thinwire.tools.bench.predict import Prediction, predict
+from thinwire.tools.bench.results import Cell, Track, plain
+from thinwire.tools.bench.workloads import find_workload
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.run import run_on
 
 MARK = "plan "
 PROGRAMS = ["BF16", "Int8", "Int4", "Sign", "TopK", "PowerSGD(rank=4,factor_dtype='bf16',warmup=0)"]

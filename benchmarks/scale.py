@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import thinwire
 from thinwire.engine.agreement import agree_on
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.plan.encode import measure
 from thinwire.plan.traffic import Layout, traffic
 from thinwire.programs.program import Program
@@ -103,7 +103,7 @@ def store(ranks: int) -> None:
 
     def attach(rank: int) -> None:
         place: Any = Place(rank, ranks)
-        agree_on({"program": "Int8()"}, Meeting(place, LIMIT, counted), LIMIT)
+        agree_on({"program": "Int8()"}, StoreRendezvous(place, LIMIT, counted), LIMIT)
 
     threads = [threading.Thread(target=attach, args=(rank,)) for rank in range(ranks)]
     started = time.perf_counter()

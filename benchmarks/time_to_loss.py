@@ -25,16 +25,16 @@ import torch
 
 import thinwire
 from benchmarks.losses import Counted
-from thinwire.bench.parsing import parse_program
-from thinwire.bench.workloads import Workload, find_workload
 from thinwire.engine.simulate import simulate
-from thinwire.lab.rate import parse_rate
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Program, mean_of
 from thinwire.programs.rules import exceptions_of
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Averaging
+from thinwire.tools.bench.parsing import parse_program
+from thinwire.tools.bench.workloads import Workload, find_workload
+from thinwire.tools.lab.rate import parse_rate
 
 Tensors = Mapping[str, torch.Tensor]
 HELD_OUT = 32

@@ -25,14 +25,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZeRO
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from thinwire.bench.devices import device_bytes
-from thinwire.bench.workloads import find_workload
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
 from thinwire.optim import ZeroRedundancyOptimizer
+from thinwire.tools.bench.devices import device_bytes
+from thinwire.tools.bench.workloads import find_workload
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 MARK = "zero "
 DDPS = "DDP and AdamW"

@@ -23,7 +23,7 @@ from thinwire.ddp_comm_hooks._python_reducer import _only_group
 from thinwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from thinwire.programs.names import with_original_names
+from thinwire.programs.parameter_names import with_original_names
 from thinwire.telemetry import watch
 
 

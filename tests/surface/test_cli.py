@@ -20,13 +20,13 @@ import thinwire
 from tests.unit import test_summary as summary
 from tests.unit.test_untrusted import Hostile
 from thinwire import UnavailableError
-from thinwire.bench.grid import Grid
-from thinwire.bench.results import Results
-from thinwire.cli import bench as bench_command
-from thinwire.cli import doctor as doctor_command
-from thinwire.cli.main import cli
-from thinwire.lab import checks, namespaces
 from thinwire.plan import load
+from thinwire.tools.bench.grid import Grid
+from thinwire.tools.bench.results import Results
+from thinwire.tools.cli import bench as bench_command
+from thinwire.tools.cli import doctor as doctor_command
+from thinwire.tools.cli.main import cli
+from thinwire.tools.lab import checks, namespaces
 
 
 def run(*words: str) -> Result:

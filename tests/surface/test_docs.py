@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
-from thinwire.bench.workloads import GPT
 from thinwire.engine.simulate import simulate
-from thinwire.report.training_summary import summarise
-from thinwire.report.training_words import notes
 from thinwire.telemetry.log import Log
 from thinwire.testing import check_codec
+from thinwire.tools.bench.workloads import GPT
+from thinwire.tools.report.training_summary import summarise
+from thinwire.tools.report.training_words import notes
 
 ROOT = Path(__file__).parents[2]
 

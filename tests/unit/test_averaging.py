@@ -13,8 +13,8 @@ from torch import nn
 
 import thinwire
 from thinwire import DiLoCo, Hierarchical, LocalSGD, SparseLoCo
-from thinwire.ddp.model import Model
-from thinwire.programs.naming import describe
+from thinwire.models.ddp.model import Model
+from thinwire.programs.description import describe
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.averaging.training_steps import TrainingSteps

@@ -14,6 +14,7 @@ from thinwire import (
     AcrossNodes,
     Bucket,
     Cast,
+    Collectives,
     ErrorFeedback,
     Exact,
     Float8,
@@ -35,7 +36,6 @@ from thinwire import (
     Reduced,
     Sign,
     SignBits,
-    Steps,
     TopK,
     TwoMagnitudes,
     TwoShot,
@@ -200,7 +200,7 @@ def test_bytes_are_what_the_codec_promises() -> None:
 
 
 class Silent:
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         yield from ()
         return Outcome(bucket.buffer)
 

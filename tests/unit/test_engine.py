@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.echo import Echo, engine_on, staged, submit
-from thinwire import AllReduce, ProgramError, Steps, WireError
+from thinwire import AllReduce, Collectives, ProgramError, WireError
 from thinwire.engine.ops import among
 from thinwire.engine.order import order
 
@@ -52,7 +52,7 @@ def test_exposed_time_is_the_time_spent_waiting() -> None:
 
 
 def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
-    def broken() -> Steps[torch.Tensor]:
+    def broken() -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(1))
         raise KeyError("lost")
 
@@ -65,7 +65,7 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
     ):
         engine.settle()
     assert fine.wait().item() == 1
-    assert "KeyError" in echo.meeting.words[0]
+    assert "KeyError" in echo.rendezvous.words[0]
     with pytest.raises(ProgramError, match="lost"):
         submit(engine, staged(1), label="next", last=True)
     engine.close()
@@ -73,7 +73,7 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
 
 
 def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
-    def interrupted() -> Steps[torch.Tensor]:
+    def interrupted() -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(1))
         raise KeyboardInterrupt
 
@@ -83,12 +83,12 @@ def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
         submit(engine, interrupted(), label="a", last=True)
     with pytest.raises(WireError, match="interrupted by KeyboardInterrupt"):
         submit(engine, staged(1), label="b", last=True)
-    assert "KeyboardInterrupt" in echo.meeting.words[0]
+    assert "KeyboardInterrupt" in echo.rendezvous.words[0]
     engine.close()
 
 
 def test_a_program_that_fails_to_clean_up_hangs_nobody() -> None:
-    def stubborn() -> Steps[torch.Tensor]:
+    def stubborn() -> Collectives[torch.Tensor]:
         try:
             yield AllReduce(torch.zeros(1))
             yield AllReduce(torch.zeros(1))
@@ -131,7 +131,7 @@ def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
 ) -> None:
     echo = Echo()
     echo.size, echo.answer = 4, RuntimeError("gone")
-    echo.meeting.words.update(dict.fromkeys(answers, "waited"))
+    echo.rendezvous.words.update(dict.fromkeys(answers, "waited"))
     engine = engine_on(echo)
     submit(engine, among((0, 1), staged(1)), label="a", last=True)
     with pytest.raises(WireError, match=f"No word from {named}"):
@@ -142,7 +142,7 @@ def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
 def test_a_rank_whose_program_failed_is_named_even_if_another_is_silent() -> None:
     echo = Echo()
     echo.size, echo.answer = 4, RuntimeError("gone")
-    echo.meeting.words.update({1: "failed: the program failed on a", 2: "waited for AllReduce"})
+    echo.rendezvous.words.update({1: "failed: the program failed on a", 2: "waited for AllReduce"})
     engine = engine_on(echo)
     submit(engine, staged(1), label="a", last=True)
     with pytest.raises(WireError, match=r"it failed\. Rank 1 failed: the program failed on a\. The job"):
@@ -223,7 +223,7 @@ def test_the_thread_keeps_nothing_of_a_finished_step() -> None:
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
 
-    def using(tensor: torch.Tensor) -> Steps[torch.Tensor]:
+    def using(tensor: torch.Tensor) -> Collectives[torch.Tensor]:
         yield AllReduce(tensor)
         return torch.zeros(1)
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from thinwire import StateError
-from thinwire.report.training import render
-from thinwire.report.training_figures import figures
-from thinwire.report.training_summary import summarise
-from thinwire.report.training_words import (
+from thinwire.telemetry.log import Log, is_log
+from thinwire.telemetry.sinks import Row
+from thinwire.tools.report.training import render
+from thinwire.tools.report.training_figures import figures
+from thinwire.tools.report.training_summary import summarise
+from thinwire.tools.report.training_words import (
     dates,
     event_text,
     losses,
@@ -24,8 +26,6 @@ from thinwire.report.training_words import (
     verdict,
     worth,
 )
-from thinwire.telemetry.log import Log, is_log
-from thinwire.telemetry.sinks import Row
 
 
 def exchange(

@@ -16,7 +16,7 @@ from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import StateError
 from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual
-from thinwire.programs.names import with_original_names
+from thinwire.programs.parameter_names import with_original_names
 
 FORMAT = 2
 _KEYS = {"format", "program", "step", "rank", "world_size", "buckets", "scale", "memory"}
@@ -55,7 +55,7 @@ def all_or_none(communicator: GroupCommunicator, topic: str) -> Iterator[dict[st
         StateError: This rank's state is not valid.
         MismatchError: Another rank's state is not valid, or the values differ.
     """
-    with agreeing(communicator.meeting, communicator.limit, topic) as agreed, readable():
+    with agreeing(communicator.rendezvous, communicator.limit, topic) as agreed, readable():
         yield agreed
 
 

@@ -48,14 +48,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from thinwire.ddp.lookup import reducer_of
-from thinwire.ddp.reducer import Reducer, check_bucket
 from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.models.ddp.lookup import reducer_of
+from thinwire.models.ddp.reducer import Reducer, check_bucket
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.lowrank import Parts
 from thinwire.programs.memory import RESIDUAL, Memory, Place
-from thinwire.programs.names import with_original_names
+from thinwire.programs.parameter_names import with_original_names
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.program import Bucket, Programs
 

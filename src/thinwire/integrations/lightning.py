@@ -11,11 +11,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.errors import AttachError, UnavailableError
 from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
+from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire

@@ -69,8 +69,8 @@ def encode(
         residuals: Pieces to add to the values, or None.
         keep: Factor of the residuals.
         errors: Pieces to write x - decoded to, or None. They may be the values or the residuals themselves.
-        scales: Written, one number per block.
-        codes: Written, one row of bytes per block.
+        scales: ReprAsWritten, one number per block.
+        codes: ReprAsWritten, one row of bytes per block.
 
     Raises:
         OptionError: Sizes or dtypes do not fit.
@@ -105,8 +105,8 @@ def mean_encode(
         received: Scales and codes of the other ranks, in the order in which they are added.
         world: Divisor of the sum.
         errors: Pieces to write (mean - decoded) * world to, or None. They may be the values or the residuals.
-        scales: Written, one number per block. Not one of `received`.
-        codes: Written, one row of bytes per block. Not one of `received`.
+        scales: ReprAsWritten, one number per block. Not one of `received`.
+        codes: ReprAsWritten, one row of bytes per block. Not one of `received`.
 
     Raises:
         OptionError: Sizes or dtypes do not fit.

@@ -28,7 +28,7 @@ def times(matrix: torch.Tensor, residual: torch.Tensor | None, q: torch.Tensor, 
         matrix: M, n x m.
         residual: n m numbers of any shape, or None.
         q: Q, rank x m.
-        p: Written, rank x n.
+        p: ReprAsWritten, rank x n.
 
     Raises:
         OptionError: Shapes or dtypes do not fit.
@@ -46,7 +46,7 @@ def transposed_times(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> 
     Args:
         matrix: M, n x m.
         p: P, rank x n.
-        q: Written, rank x m.
+        q: ReprAsWritten, rank x m.
 
     Raises:
         OptionError: Shapes or dtypes do not fit.

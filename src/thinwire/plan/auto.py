@@ -25,11 +25,11 @@ from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import MAX_GAP, Limits, recommend
 from thinwire.plan.traffic import BUCKET
 from thinwire.programs.allreduce import BF16, Exact
-from thinwire.programs.naming import describe, short
+from thinwire.programs.description import describe, short
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import Int4, Int8
 from thinwire.programs.program import Program, check_fit, require_program
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target, require_state
+from thinwire.step.strategy import Configuration, Context, Strategy, Target, require_state
 
 logger = logging.getLogger("thinwire")
 
@@ -253,10 +253,10 @@ class AutoStrategy(Strategy):
         """Return rank 0's values on all ranks. Collective."""
         communicator, own = self.context.reducer.communicator, ""
         # A plan runs the candidates, the user's own too. If that fails, the other ranks must not wait for it.
-        with agreeing(communicator.meeting, communicator.limit, f"{_KEY} on rank 0"):
+        with agreeing(communicator.rendezvous, communicator.limit, f"{_KEY} on rank 0"):
             if communicator.rank == 0:
                 own = json.dumps(make())
-        told: dict[str, Any] = json.loads(communicator.meeting.gather(_KEY, own, communicator.limit)[0])
+        told: dict[str, Any] = json.loads(communicator.rendezvous.gather(_KEY, own, communicator.limit)[0])
         return told
 
     def _say(self, level: int, text: str) -> None:

@@ -8,15 +8,15 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.plan.traffic import Layout, Shapes
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.programs.program import Program, check_fit, require_program
 from thinwire.programs.rules import exceptions_of
+from thinwire.step.strategy import Configuration
 from thinwire.strategies.averaging.anchors import split_evenly
 from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Average, Averaging
 from thinwire.strategies.gradients import configuration_of
 from thinwire.strategies.schedule import Schedule, Stage
-from thinwire.strategies.strategy import Configuration
 
 PLAIN = "DDP"
 DEFAULTS = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.engine.ops import Steps
+from thinwire.engine.ops import Collectives
 from thinwire.engine.simulate import rehearse
 from thinwire.plan.traffic import Layout
 from thinwire.programs.memory import Memory
@@ -181,7 +181,7 @@ def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], fl
     return tuple(map(min, zip(*rounds, strict=True))), spread
 
 
-def _clocked(steps: Steps[Outcome], seconds: list[float]) -> Steps[Outcome]:
+def _clocked(steps: Collectives[Outcome], seconds: list[float]) -> Collectives[Outcome]:
     """Run a program, and append the time of each stage."""
     received = None
     while True:

@@ -4,7 +4,7 @@ A gap says little about another kind of model. All shipped ones are of transform
 are shown as unknown, and only serve to rule out gradient programs that lost too much.
 
 `gaps.json` holds the tables of docs/benchmarks.md and docs/design/decisions.md, with the command of each. A
-results file of `thinwire bench` on the user's own model takes precedence (`thinwire.bench.predict`).
+results file of `thinwire bench` on the user's own model takes precedence (`thinwire.tools.bench.predict`).
 """
 
 import json
@@ -16,7 +16,7 @@ from importlib.resources import files
 
 from torch import nn
 
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 
 TRANSFORMER = "transformer"
 _SIGNS = ("attention", "transformer", "gpt")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from thinwire.plan.gaps import UNKNOWN_KIND
 from thinwire.plan.network import Network
 from thinwire.plan.planner import MODEL_ERROR, Row
-from thinwire.units import show_bytes, show_rate, show_seconds
+from thinwire.plan.units import show_bytes, show_rate, show_seconds
 
 MAX_GAP = 0.01
 """The largest expected loss gap of a recommendation, unless the user gives one."""

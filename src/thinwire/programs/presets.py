@@ -8,9 +8,9 @@ from thinwire.codecs.topk import LargestEntries, Values
 from thinwire.codecs.two_magnitudes import TwoMagnitudes
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Reduced
+from thinwire.programs.description import continuing, preset
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
-from thinwire.programs.naming import continuing, preset
 from thinwire.programs.program import Program
 from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot

@@ -6,17 +6,17 @@ from typing import TypeAlias
 
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.monitors.auditor import OnExcess
-from thinwire.programs.naming import Written, describe, described_before
+from thinwire.programs.description import ReprAsWritten, describe, described_before
 from thinwire.programs.program import Program, require_program
+from thinwire.step.strategy import Configuration
 from thinwire.strategies.gradients import configuration_of
-from thinwire.strategies.strategy import Configuration
 
 Stage: TypeAlias = Program | Configuration
 """A gradient program, or a configuration such as `DiLoCo(...)`."""
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(Written):
+class Schedule(ReprAsWritten):
     """Programs and configurations by the step from which each one runs.
 
     Pass it to `attach` in place of a program. The wire swaps by itself, as `wire.swap` does, in the forward
@@ -71,7 +71,7 @@ class Schedule(Written):
         return self.stages[max(first for first in self.stages if first <= step)]
 
 
-class Plan:
+class StagePlan:
     """The configurations that a wire runs by step, from a schedule or a single configuration."""
 
     def __init__(self, given: Stage | Schedule) -> None:

@@ -11,7 +11,7 @@ import torch
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import UNSAID, describe
+from thinwire.programs.description import DERIVED_OPTIONS, describe
 from thinwire.programs.program import Program, require_program
 from thinwire.strategies.averaging.outer import NESTEROV, tuned_for
 from thinwire.strategies.averaging.policy import Average, Averaging, OuterLoop
@@ -100,7 +100,7 @@ class DiLoCo(Averaging):
                 " is kept; at 1 models would never be averaged"
             )
         if self.mixing is None:
-            object.__setattr__(self, UNSAID, ("mixing",))
+            object.__setattr__(self, DERIVED_OPTIONS, ("mixing",))
         object.__setattr__(self, "mixing", float(mixing))
         if self.outer is not None:
             _check_outer(self.outer)
