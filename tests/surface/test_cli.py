@@ -33,7 +33,7 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli, list(words))
 
 
-COMMANDS = ["bench", "docs", "doctor", "lab", "plan", "report"]
+COMMANDS = ["bench", "doctor", "lab", "plan", "report"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
