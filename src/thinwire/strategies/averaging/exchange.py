@@ -161,18 +161,6 @@ class ModelExchange:
         }
 
 
-def run_now(
-    engine: Engine, program: Collectives[torch.Tensor], step: int, label: str, device: torch.device
-) -> torch.Tensor:
-    """Run a single program, and return its result."""
-    instead = torch.zeros(0, dtype=torch.float32, device=device)
-    future = engine.submit(program, step=step, label=label, last=True, instead=instead)
-    engine.guard()
-    engine.settle()
-    result: torch.Tensor = future.wait()
-    return result
-
-
 def check_finite(means: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise DivergedError if a mean is not finite. All ranks have the same means, so all of them raise.
 

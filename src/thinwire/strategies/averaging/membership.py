@@ -25,7 +25,6 @@ from thinwire.strategies.averaging.exchange import (
     check_finite,
     compare_points,
     gather_diverged,
-    run_now,
 )
 from thinwire.strategies.averaging.groups import members_of
 from thinwire.strategies.averaging.policy import Average
@@ -288,7 +287,7 @@ class FixedGroup:
 
     def _run(self, program: Collectives[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
         limited = program if ranks == self.everyone else among(ranks, program)
-        return run_now(self._engine, limited, self._steps.count, label, self._replica.device)
+        return self._engine.run(limited, step=self._steps.count, label=label)
 
     def _share_buffers(self, ranks: tuple[int, ...]) -> None:
         buffers, how = list(self._replica.buffers.values()), self._replica.config.buffers

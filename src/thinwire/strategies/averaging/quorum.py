@@ -50,7 +50,6 @@ from thinwire.strategies.averaging.exchange import (
     Members,
     ModelExchange,
     check_finite,
-    run_now,
 )
 from thinwire.strategies.averaging.handover import SAME_SET_UP, LiveState, Prepared
 from thinwire.strategies.averaging.handshake import (
@@ -429,7 +428,7 @@ class LiveReplicas:
         return copies
 
     def _run(self, engine: Engine, program: Collectives[torch.Tensor], label: str) -> torch.Tensor:
-        return run_now(engine, program, self.state.step, label, self._replica.device)
+        return engine.run(program, step=self.state.step, label=label)
 
     # After the vote
 
