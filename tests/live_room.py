@@ -276,7 +276,7 @@ class Life:
         self.error: BaseException | None = None
         self.uncommitted = 0
         discard = self.membership._discard
-        self.membership._discard = lambda *args: self._discarded(discard, *args)  # type: ignore[method-assign]
+        self.membership._discard = lambda *args: self._discarded(discard, *args)
 
     def _discarded(self, discard: Callable[..., None], *args: Any) -> None:
         self.uncommitted += 1

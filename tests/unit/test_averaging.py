@@ -15,8 +15,8 @@ import thinwire
 from thinwire import DiLoCo, Hierarchical, LocalSGD, SparseLoCo
 from thinwire.models.ddp.model import Model
 from thinwire.programs.description import describe
-from thinwire.strategies.averaging.diloco import pseudo_gradients
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
+from thinwire.strategies.averaging.diloco import pseudo_gradients
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.averaging.training_steps import TrainingSteps
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.live_room import SET_UP, Fault, KilledError, Life, Room, model, run
-from thinwire.strategies.averaging.handshake import ReplicaStatus, Row, agree, decide, decoded
+from thinwire.strategies.averaging.handshake import Row, agree, decide, decoded
 
 INT8 = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -235,19 +235,22 @@ class TwoRanks:
         return [list(numbers), list({**dict(zip(names, numbers, strict=True)), **self.second}.values())]
 
 
-def test_the_ranks_of_a_replica_tell_the_others_the_same() -> None:
-    def standing(**second: int) -> ReplicaStatus:
-        return agree(
-            TwoRanks(**second), connected=True, lineage=0, fingerprint=0, step=7, window=3, final=False
-        )
+def test_the_ranks_of_a_replica_send_the_same_row() -> None:
+    def agreed(**second: int) -> Row | None:
+        return agree(TwoRanks(**second), row(step=7), connected=True, fingerprint=0)
 
-    assert not standing().mixed
-    assert not standing(connected=0).connected
-    assert standing(fingerprint=3).lineage != standing().lineage
-    mixed = standing(lineage=5, step=9)
+    def found(**second: int) -> Row:
+        agreed_row = agreed(**second)
+        assert agreed_row is not None
+        return agreed_row
+
+    assert not found().mixed
+    assert agreed(connected=0) is None
+    assert found(fingerprint=3).lineage != found().lineage
+    mixed = found(lineage=5, step=9)
     assert (mixed.mixed, mixed.step) == (True, 9), "one rank has received a state, and the other has not"
     with pytest.raises(thinwire.MismatchError, match="at steps 7, 9"):
-        standing(step=9)
+        agreed(step=9)
 
 
 def test_a_replica_that_is_set_up_differently_raises_and_the_others_go_on() -> None:

@@ -44,8 +44,7 @@ from thinwire.models.ddp.reducer import Reducer, check_bucket
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
-from thinwire.strategies.averaging.groups import Within
-from thinwire.strategies.averaging.groups import ranks_on_this_node
+from thinwire.strategies.averaging.groups import Within, ranks_on_this_node
 
 logger = logging.getLogger(__name__)
 

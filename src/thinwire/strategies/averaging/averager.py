@@ -250,9 +250,7 @@ class Averager(Strategy):
         if replica.anchors is None or loop is None:
             replica.write(means)
         else:
-            outer_step(
-                replica.anchors, replica.parameters, flight.fragment, means, loop, flight.contributors
-            )
+            outer_step(replica.anchors, replica.parameters, flight.fragment, means, loop, flight.contributors)
         replica.exchanges += 1
         if self.config.optimizer_state == "reset":
             replica.reset_optimizers(replica.fragments[flight.fragment])

@@ -173,7 +173,9 @@ class LiveState:
         saved, buffers = state["buffers"], replica.buffers
         check_tensors("buffer", saved, buffers, finite=False)  # masks hold -inf
         shared = Memory()
-        shared.load_state_dict(state["shared"], {name: held.shape for name, held in replica.parameters.items()})
+        shared.load_state_dict(
+            state["shared"], {name: held.shape for name, held in replica.parameters.items()}
+        )
         anchors = restored(replica.new_anchors, state["outer"])
         # All is valid. From here on nothing raises, so a state is taken over as a whole or not at all.
         self.steps.restore(state["step"])

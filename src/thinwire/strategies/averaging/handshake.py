@@ -1,6 +1,6 @@
 """The handshake before each exchange of live replicas: their metadata, and the resulting decision.
 
-    the ranks of one replica    agree on one `ReplicaStatus`
+    the ranks of one replica    agree on one `Row`
     all replicas                gather their `Row`s, and each computes the same `Decision` from them
 
 Each rank of a sharded replica exchanges its own shards in a group of its own, and each of these groups has a
@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -39,74 +39,6 @@ class OneRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaStatus:
-    """The status of a replica, the same on all of its ranks.
-
-    Attributes:
-        connected: Whether all ranks are connected to the other replicas.
-        lineage: A hash of all exchanges that have led to the anchors, and of their bits where those are
-            compared.
-        mixed: Whether shards come from different exchanges. Each rank of a newcomer may receive its shards
-            from another replica, and those may have committed different exchanges. Or one rank may receive
-            nothing.
-        step: Training steps of the job.
-        window: Training steps since the parameters were last equal to the anchors.
-        nonce: A random number.
-    """
-
-    connected: bool
-    lineage: int
-    mixed: bool
-    step: int
-    window: int
-    nonce: int
-
-
-def agree(
-    ranks: ReplicaRanks,
-    *,
-    connected: bool,
-    lineage: int,
-    fingerprint: int,
-    step: int,
-    window: int,
-    final: bool,
-) -> ReplicaStatus:
-    """Return the status of this replica. Collective among its ranks.
-
-    Args:
-        ranks: The ranks of this replica.
-        connected: Whether this rank is connected to the other replicas.
-        lineage: A hash of all exchanges that have led to this rank's anchors.
-        fingerprint: A hash of the anchors' bits, or 0 where they are not compared.
-        step: This rank's training steps.
-        window: This rank's steps since its parameters were last equal to its anchors.
-        final: Whether this rank has ended its training.
-
-    Raises:
-        MismatchError: The ranks are at different steps.
-        WireError: A rank of this replica died or stalled.
-    """
-    own = [int(connected), lineage, fingerprint, step, window, int(final), secrets.randbits(62)]
-    rows = ranks.gather(own, step)
-    flags, lineages, fingerprints, steps, windows, finals, nonces = zip(*rows, strict=True)
-    connected, mixed = all(flags), len(set(lineages)) > 1
-    if connected and not mixed and len({*zip(steps, finals, strict=True)}) > 1:
-        raise MismatchError(
-            f"the ranks of this replica are at steps {', '.join(map(str, steps))}, and {sum(finals)} of"
-            f" {len(finals)} have called finalize: all of them must step their optimizers equally often"
-        )
-    return ReplicaStatus(
-        connected=connected,
-        lineage=hashed(lineages if mixed else lineages[0], fingerprints),
-        mixed=mixed,
-        step=max(steps),
-        window=max(windows),
-        nonce=nonces[0],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """The row that a replica sends to the others at the start of an exchange.
 
@@ -117,8 +49,10 @@ class Row:
         step: Training steps of the job, as this replica counts them.
         window: Training steps since this replica's parameters were last equal to its anchors.
         final: Whether this replica has ended its training, and only waits for the models to be equal.
-        mixed: Whether this replica's shards come from different exchanges.
         nonce: A random number, which makes the exchange unique.
+        mixed: Whether this replica's shards come from different exchanges. Each rank of a newcomer may
+            receive its shards from another replica, and those may have committed different exchanges. Or one
+            rank may receive nothing.
         name: The replica's name.
     """
 
@@ -129,7 +63,7 @@ class Row:
     window: int
     final: bool
     mixed: bool = False
-    nonce: int
+    nonce: int = field(default_factory=lambda: secrets.randbits(62))
     name: str
 
     def encoded(self, device: torch.device) -> torch.Tensor:
@@ -154,6 +88,43 @@ def decoded(numbers: torch.Tensor) -> Row:
         mixed=bool(mixed),
         nonce=nonce,
         name=letters.rstrip(b"\0").decode(errors="ignore"),
+    )
+
+
+def agree(ranks: ReplicaRanks, own: Row, *, connected: bool, fingerprint: int) -> Row | None:
+    """Return the same row on all ranks of a replica. Collective among them.
+
+    Args:
+        ranks: The ranks of this replica.
+        own: This rank's row.
+        connected: Whether this rank is connected to the other replicas.
+        fingerprint: A hash of the anchors' bits, or 0 where they are not compared.
+
+    Returns:
+        The row, whose lineage includes the fingerprints. None if a rank is not connected.
+
+    Raises:
+        MismatchError: The ranks are at different steps.
+        WireError: A rank of this replica died or stalled.
+    """
+    numbers = [int(connected), own.lineage, fingerprint, own.step, own.window, int(own.final), own.nonce]
+    rows = ranks.gather(numbers, own.step)
+    flags, lineages, fingerprints, steps, windows, finals, nonces = zip(*rows, strict=True)
+    if not all(flags):
+        return None
+    mixed = len(set(lineages)) > 1
+    if not mixed and len({*zip(steps, finals, strict=True)}) > 1:
+        raise MismatchError(
+            f"the ranks of this replica are at steps {', '.join(map(str, steps))}, and {sum(finals)} of"
+            f" {len(finals)} have called finalize: all of them must step their optimizers equally often"
+        )
+    return replace(
+        own,
+        lineage=hashed(lineages if mixed else lineages[0], fingerprints),
+        mixed=mixed,
+        step=max(steps),
+        window=max(windows),
+        nonce=nonces[0],
     )
 
 

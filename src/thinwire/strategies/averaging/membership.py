@@ -281,9 +281,7 @@ class FixedGroup:
         self, fragment: int | None, contribution: Contribution, ranks: tuple[int, ...]
     ) -> ModelExchange:
         members = Members(ranks, self._communicator.rank, self._communicator.size)
-        return ModelExchange(
-            self._engine, ExchangeId(self._steps.count, fragment), contribution, members
-        )
+        return ModelExchange(self._engine, ExchangeId(self._steps.count, fragment), contribution, members)
 
     def _run(self, program: Collectives[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
         limited = program if ranks == self.everyone else among(ranks, program)
@@ -297,7 +295,10 @@ class FixedGroup:
     def _compare(self) -> None:
         """Compare across ranks the anchors, or the parameters that were just averaged."""
         replica = self._replica
-        held, names = replica.parameters if replica.anchors is None else replica.anchors, list(replica.parameters)
+        held, names = (
+            replica.parameters if replica.anchors is None else replica.anchors,
+            list(replica.parameters),
+        )
         own = fingerprints(held[name] for name in names)
         ranks = self._engine.world_ranks(self.everyone)
         check = compare_replicas(names, own, self._steps.count, ranks)

@@ -56,7 +56,6 @@ from thinwire.strategies.averaging.handshake import (
     Decision,
     OneRank,
     ReplicaRanks,
-    ReplicaStatus,
     Row,
     agree,
     decide,
@@ -271,46 +270,55 @@ class LiveReplicas:
         """Exchange among the replicas in the current quorum; return the results, or the failure."""
         communicator = QuorumCommunicator(self.service)
         try:
-            status = self._status(final)
+            row = self._row(final)
         except BaseException:
             communicator.abort()  # a rank of this replica is lost, and the others go on without all of it
             raise
-        if status.connected:
-            work, error = self._exchange(status, communicator, final)
-        else:
+        work: Work | None = None
+        error: ThinwireError | None = None
+        if row is None:
             reason = self.service.error or "another of its ranks is not connected"
-            work, error = None, WireError(f"this replica could not connect to the others: {reason}")
+            error = WireError(f"this replica could not connect to the others: {reason}")
             communicator.abort()
+        else:
+            work, error = self._exchange(row, communicator)
         communicator.release()
         return work, error
 
-    def _status(self, final: bool) -> ReplicaStatus:
-        """Return the status of this replica. Collective among its ranks."""
+    def _row(self, final: bool) -> Row | None:
+        """Return this replica's row of the handshake, or None if a rank is not connected. Collective."""
         replica, state, every = self._replica, self.state, self._check_every
-        # Before the first exchange there is no lineage, but replicas must start from the same parameters.
-        compare = not replica.exchanges or (every and replica.exchanges % every == 0)
-        return agree(
-            self._ranks,
-            connected=self.service.error is None,
+        row = Row(
+            set_up=state.set_up_hash,
             lineage=state.lineage,
-            fingerprint=state.fingerprint() if compare else 0,
+            position=self.service.position,
             step=state.step,
             window=replica.window,
             final=final,
+            name=self.service.name,
         )
+        # Before the first exchange there is no lineage, but replicas must start from the same parameters.
+        compare = not replica.exchanges or (every and replica.exchanges % every == 0)
+        fingerprint = state.fingerprint() if compare else 0
+        return agree(self._ranks, row, connected=self.service.error is None, fingerprint=fingerprint)
 
     def _exchange(
-        self, status: ReplicaStatus, communicator: QuorumCommunicator, final: bool
+        self, row: Row, communicator: QuorumCommunicator
     ) -> tuple[Work | None, ThinwireError | None]:
         device = self._replica.device
         engine = Engine(communicator, device=device, meter=self._meter, purpose=MODELS)
         work: Work | None = None
         error: ThinwireError | None = None
         try:
-            work = self._results(engine, status, final)
+            rows = self._run(engine, gather_rows(row.encoded(device)), "the handshake")
+            work = Work(decide([decoded(numbers) for numbers in rows.cpu()]))
+            if work.decision.different:
+                with contextlib.suppress(WireError, ValueError):  # another version may not send it
+                    work.set_ups = self._set_ups(engine)
             if work.decision.blocked:
                 error = self._blocked(work)
             else:
+                self._average(engine, work)
                 # The service commits on each replica by itself. Without this acknowledgement, a replica that
                 # dies while it sends its last bytes would leave one peer with all means and another without,
                 # and the second would lose its window. Now that takes the loss of the acknowledgement.
@@ -327,33 +335,6 @@ class LiveReplicas:
         finally:
             engine.close()
         return work, error
-
-    def _results(self, engine: Engine, status: ReplicaStatus, final: bool) -> Work:
-        """Run the handshake and the exchange, up to the point where this replica has received everything.
-
-        Raises:
-            WireError: A replica died or stalled.
-            DivergedError: This replica's model holds inf or NaN.
-        """
-        row = Row(
-            set_up=self.state.set_up_hash,
-            lineage=status.lineage,
-            position=self.service.position,
-            step=status.step,
-            window=status.window,
-            final=final,
-            mixed=status.mixed,
-            nonce=status.nonce,
-            name=self.service.name,
-        )
-        rows = self._run(engine, gather_rows(row.encoded(self._replica.device)), "the handshake")
-        work = Work(decide([decoded(numbers) for numbers in rows.cpu()]))
-        if work.decision.different:
-            with contextlib.suppress(WireError, ValueError):  # another version may not send it
-                work.set_ups = self._set_ups(engine)
-        if not work.decision.blocked:
-            self._average(engine, work)
-        return work
 
     def _set_ups(self, engine: Engine) -> tuple[Mapping[str, str], ...]:
         """Return the set-ups of all replicas, by rank."""
@@ -585,7 +566,6 @@ class LiveReplicas:
             self.service.load_state_dict(dict(service))
 
         return apply
-
 
 
 def _some(means: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
