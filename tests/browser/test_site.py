@@ -45,7 +45,6 @@ def opened(browser: Browser, path: Path, noise: list[str], *, width: int = 1280,
     return page
 
 
-@pytest.mark.timeout(600)
 def test_sphinx_warns_of_nothing(built: Built) -> None:
     assert built.warnings == ()
     assert built.pages > 60

@@ -5,7 +5,6 @@ import gc
 import io
 import logging
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
@@ -162,7 +161,7 @@ def test_a_rank_that_is_set_up_differently_is_named_on_every_rank(what: str, sai
 
 def one_swaps(rank: int, world_size: int) -> str:
     ddp = DDP(mlp())
-    wire = thinwire.attach(ddp, thinwire.Exact(), timeout=2)
+    wire = thinwire.attach(ddp, thinwire.Exact())
     try:
         wire.swap(thinwire.BF16() if rank else thinwire.FP16())
     except thinwire.MismatchError as error:
@@ -179,13 +178,15 @@ def test_swapping_to_different_programs_is_refused() -> None:
 def late(rank: int, world_size: int) -> tuple[str, bool]:
     """One rank is slower than the limit; it must not go on alone."""
     ddp = DDP(mlp())
-    wire = thinwire.attach(ddp, thinwire.Exact(), timeout=1)
+    wire = thinwire.attach(ddp, thinwire.Exact(), timeout=3)
+    store = store_of(dist.distributed_c10d._get_default_group())
     if rank == 1:
-        time.sleep(2)
+        store.wait(["rank 0 gave up"])
     try:
         wire.swap(thinwire.BF16())
     except thinwire.WireError as error:
         said = str(error)
+        store.set(f"rank {rank} gave up", "")
     else:
         said = "no error"
     unswapped = wire.program == thinwire.Exact()
@@ -196,7 +197,7 @@ def late(rank: int, world_size: int) -> tuple[str, bool]:
 
 def test_either_all_ranks_swap_or_none() -> None:
     for said, unswapped in run_ranks(late, 2):
-        assert "after 1 s: rank 1 did not reach it in time" in said
+        assert "after 3 s: rank 1 did not reach it in time" in said
         assert "'swap' timed out on rank" in said
         assert unswapped
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import Staged, SyncCenter, batch, flat_parameters, mlp
+from tests.models import Staged, SyncCenter, batch, flat_parameters
 
 WIDTH = 16
 
@@ -63,9 +62,8 @@ def chaos(rank: int, world_size: int, steps: int) -> tuple[torch.Tensor, list[An
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 200), (3, 40), (4, 30)])
-@pytest.mark.timeout(300)
 def test_order_and_bits_are_the_same_on_every_rank(world_size: int, steps: int) -> None:
-    results = run_ranks(chaos, world_size, steps, seconds=280)
+    results = run_ranks(chaos, world_size, steps)
     parameters, orders = results[0]
     assert len(orders) == steps
     assert len({bucket for bucket, _, _ in orders[-1]}) >= 20
@@ -73,26 +71,3 @@ def test_order_and_bits_are_the_same_on_every_rank(world_size: int, steps: int) 
     for other_parameters, other_orders in results[1:]:
         assert torch.equal(parameters, other_parameters)
         assert orders == other_orders
-
-
-def torch_powersgd_run(rank: int, world_size: int) -> torch.Tensor:
-    ddp = DDP(mlp(width=32, layers=8), bucket_cap_mb=0.01)
-    state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, torch_powersgd.powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(60):
-        optimizer.zero_grad()
-        ddp(batch(rank, step, 32)).square().mean().backward()
-        optimizer.step()
-    return flat_parameters(ddp.module)
-
-
-def test_torch_races_where_we_do_not() -> None:
-    """Why the engine exists: torch issues collectives from callbacks, so many buckets end badly."""
-    try:
-        results = run_ranks(torch_powersgd_run, 2, seconds=10, group_timeout=4)
-    except AssertionError as outcome:
-        assert any(word in str(outcome) for word in ("hangs", "died", "raised"))  # noqa: PT017
-    else:
-        if all(torch.equal(result, results[0]) for result in results):
-            pytest.skip(f"torch {torch.__version__} ran powerSGD_hook over many buckets without a race")

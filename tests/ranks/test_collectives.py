@@ -145,7 +145,6 @@ def compare_with_device() -> None:
             print(f"{kind} W={size} device/meter {on_device / by_meter:.4f}")  # noqa: T201
 
 
-@pytest.mark.timeout(180)
 def test_the_meter_agrees_with_the_network_device() -> None:
     """In a network namespace of its own, so that nothing else is on the device."""
     script = "import tests.ranks.test_collectives as t; t.compare_with_device()"
@@ -159,7 +158,7 @@ def test_the_meter_agrees_with_the_network_device() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=150,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     ratios: dict[Any, float] = {

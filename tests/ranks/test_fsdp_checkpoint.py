@@ -89,6 +89,6 @@ def other_shards(rank: int, world_size: int, folder: Path) -> str:
 def test_checkpoints_of_shards(tmp_path: Path) -> None:
     """A resumed run is the uninterrupted one, bit by bit; another number of replicas loads it too."""
     folder = tmp_path / "checkpoint"
-    assert run_ranks(resumed, 4, folder, seconds=120) == [[True, True]] * 4
+    assert run_ranks(resumed, 4, folder) == [[True, True]] * 4
     assert max(run_ranks(fewer, 2, folder)) < 1e-7
     assert all("as many shards as saved" in text for text in run_ranks(other_shards, 2, folder))

@@ -95,7 +95,7 @@ def waiting(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_hook_may_wait_for_ours(world_size: int) -> None:
-    run_ranks(waiting, world_size, group_timeout=20)
+    run_ranks(waiting, world_size)
 
 
 def images_gradient(rank: int, hook: Any, layout: torch.memory_format) -> torch.Tensor:
@@ -119,7 +119,7 @@ def waiting_for_images(rank: int, world_size: int) -> None:
 
 
 def test_a_hook_may_wait_for_ours_on_a_channels_last_model() -> None:
-    run_ranks(waiting_for_images, 2, group_timeout=10)
+    run_ranks(waiting_for_images, 2)
 
 
 def waiting_for_steps(rank: int, world_size: int) -> None:
@@ -140,7 +140,7 @@ def waiting_for_steps(rank: int, world_size: int) -> None:
 
 
 def test_a_hook_may_wait_for_the_steps_of_the_zero_hooks() -> None:
-    run_ranks(waiting_for_steps, 2, group_timeout=10)
+    run_ranks(waiting_for_steps, 2)
 
 
 def single(rank: int, world_size: int) -> None:

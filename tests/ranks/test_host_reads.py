@@ -154,7 +154,7 @@ def reads(rank: int, world_size: int, names: list[str]) -> dict[str, list[tuple[
 
 @pytest.mark.parametrize("names", [list(CASES)[start::3] for start in range(3)], ids=["1", "2", "3"])
 def test_the_host_reads_after_backward_only_and_as_little_as_it_can(names: list[str]) -> None:
-    for found in run_ranks(reads, 2, names, seconds=120):
+    for found in run_ranks(reads, 2, names):
         assert found == {name: [(0, CASES[name][2])] * 3 for name in names}
 
 

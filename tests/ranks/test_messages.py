@@ -28,6 +28,8 @@ from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import Collective, Exchange
 
 LIMIT = 6.0
+IN_TIME = 60.0
+"""A wide margin over LIMIT for a busy machine; the group's own timeout is three times as long."""
 LARGE = 1 << 22
 """Numbers in a message that is long in flight."""
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (AllGather, AllToAll, ReduceScatter, Exchange)}
@@ -39,7 +41,7 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def opened(limit: float = 30) -> GroupCommunicator:
+def opened(limit: float = 2 * IN_TIME) -> GroupCommunicator:
     communicator = GroupCommunicator(world(), timedelta(seconds=limit))
     communicator.open()
     return communicator
@@ -87,7 +89,7 @@ class Exchanging:
 
 def train(rank: int, world_size: int, kind: str, what: str, victim: int) -> Any:
     ddp = DDP(mlp(), bucket_cap_mb=0.002)
-    thinwire.attach(ddp, Exchanging(kind, what, victim), timeout=LIMIT)
+    thinwire.attach(ddp, Exchanging(kind, what, victim), timeout=2 * IN_TIME if what == "bug" else LIMIT)
     started = time.monotonic()
     try:
         for step in range(5):
@@ -119,7 +121,7 @@ def test_a_rank_that_dies_or_stalls_in_an_exchange_is_named(kind: str, what: str
         assert silent is not None, text
         assert str(victim) in silent[1].split(", "), text
         assert "step 3" in text
-        assert seconds < LIMIT + 4
+        assert seconds < IN_TIME
 
 
 @pytest.mark.parametrize(("kind", "size"), [*zip(KINDS, (4, 2, 3, 2), strict=True)])
@@ -130,7 +132,7 @@ def test_a_bug_on_one_rank_ends_the_exchanges_of_the_others_at_once(kind: str, s
         name, text, seconds = results[rank]
         assert name == "WireError"
         assert "Rank 1 failed: the program failed on" in text
-        assert seconds < LIMIT - 1
+        assert seconds < IN_TIME
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_exchanges_that_differ_are_an_error_in_time_and_no_abort(kind: str, what
         assert "Rank" in text
         assert "waited for" in text
         assert "step 3" in text
-        assert seconds < LIMIT + 4
+        assert seconds < IN_TIME
 
 
 def alone(rank: int, size: int) -> Any:
@@ -257,9 +259,9 @@ def waiting(rank: int, size: int, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_closing_ends_a_wait_on_another_thread_here_and_elsewhere(how: str) -> None:
-    """Within seconds, where the time limit is 30 s; the harness looks whether a wire thread is left."""
+    """Before the time limit of 120 s; the harness looks whether a wire thread is left."""
     here, there = run_ranks(waiting, 2, how)
-    assert max(here, there) < 8  # with a second of patience and a roll call of three
+    assert max(here, there) < IN_TIME
 
 
 SCRIPT = """
@@ -294,6 +296,6 @@ def test_a_process_ends_with_its_own_code_while_a_receive_is_pending(tmp_path: P
         for rank in range(2)
     ]
     for rank, code in zip(ranks, (5, 0), strict=True):
-        _, errors = rank.communicate(timeout=60)
+        _, errors = rank.communicate(timeout=300)
         assert rank.returncode == code, errors
         assert "terminate" not in errors

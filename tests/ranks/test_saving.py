@@ -177,7 +177,7 @@ def one_rank_raises(rank: int, world_size: int, folder: str) -> None:
     kind = ValueError if rank == 1 else thinwire.MismatchError
     with pytest.raises(kind, match="the loader has no position yet"):
         save_checkpoint(f"{folder}/broken", *job.held, loader=Broken(rank))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # the group waits for 180 s
     with _quiet():
         save_checkpoint(f"{folder}/broken", *job.held, loader=Seed(rank))
 

@@ -150,7 +150,7 @@ def joined(rank: int, world_size: int) -> None:
 
 
 def test_a_schedule_inside_join_is_refused_at_once() -> None:
-    run_ranks(joined, 2, seconds=20, group_timeout=60)
+    run_ranks(joined, 2, group_timeout=60)
 
 
 def refused(rank: int, world_size: int) -> None:

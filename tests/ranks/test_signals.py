@@ -77,7 +77,7 @@ def preempted(rank: int, world_size: int) -> None:
 
 
 def test_a_handler_that_saves_is_refused_in_a_step_and_served_between_steps() -> None:
-    run_ranks(preempted, 2, seconds=50)
+    run_ranks(preempted, 2)
 
 
 PROGRAMS: dict[str, Any] = {
@@ -93,7 +93,7 @@ class Job:
     def __init__(self, program: Any, folder: str) -> None:
         self.ddp = DDP(mlp(width=8, layers=3), bucket_cap_mb=0.001)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
-        self.wire = wire = thinwire.attach(self.ddp, program, optimizer=self.optimizer, timeout=40)
+        self.wire = wire = thinwire.attach(self.ddp, program, optimizer=self.optimizer, timeout=170)
         held, state = (self.ddp, self.optimizer, wire), wire.state_dict()
         self.calls: dict[str, Callable[[], Any]] = {
             "save_checkpoint": lambda: thinwire.save_checkpoint(folder, *held),
@@ -156,7 +156,7 @@ def interrupted(rank: int, world_size: int, what: str, name: str, folder: str) -
     job, began = Job(PROGRAMS[name], folder), time.monotonic()
     with signalled_in(what, job) if rank == 1 else contextlib.nullcontext():
         assert torch.equal(job.train(rank), expected)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120  # a call that waits for rank 0 takes 170 s
     for call, told in job.told.items():
         assert len(told) == (4 if rank == 1 else 0), (call, told)
         assert all(text.startswith(f"{call} was called during backward") for text in told), (call, told)

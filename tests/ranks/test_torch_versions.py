@@ -95,7 +95,7 @@ def test_options_that_change_how_buckets_are_filled(option: str, since: str) -> 
         pytest.skip(
             f"torch {torch.__version__} has no DDP(..., {option}=) (2.6 to 2.9 lack it, {since} has it)"
         )
-    run_ranks(with_option, 2, {option: True}, seconds=100)
+    run_ranks(with_option, 2, {option: True})
 
 
 def test_a_name_that_torch_lacks_is_named_with_its_version() -> None:

@@ -123,7 +123,7 @@ def traced(rank: int, world_size: int, program: Any) -> None:
 
 
 def test_wrapped_models_train_the_same_when_dynamo_traces_them() -> None:
-    run_ranks(traced, 2, PROGRAMS[-1], seconds=120)
+    run_ranks(traced, 2, PROGRAMS[-1])
 
 
 FSDP1 = r"FSDP1 shards flat parameters.*fully_shard.*replicas=mesh\['replicate'\].*thinwire\.ZeRO\(\)"

@@ -39,7 +39,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range, call: Any =
 
 
 def test_plain_ddp_and_states_in_every_direction() -> None:
-    run_ranks(check_states, 3, seconds=90)
+    run_ranks(check_states, 3)
 
 
 def check_states(rank: int, world_size: int) -> None:
@@ -132,7 +132,7 @@ def check_other_world_size(rank: int, pair: Any, optimizer_class: Any, options: 
 
 
 def test_odd_set_ups(tmp_path: Path) -> None:
-    run_ranks(check_odd_set_ups, 3, tmp_path, seconds=90)
+    run_ranks(check_odd_set_ups, 3, tmp_path)
 
 
 def check_odd_set_ups(rank: int, world_size: int, directory: Path) -> None:
@@ -332,7 +332,7 @@ def check_checkpoint(rank: int, directory: Path) -> None:
 
 
 def test_only_one_rank_thaws() -> None:
-    run_ranks(check_only_one_rank_thaws, 2, group_timeout=2)
+    run_ranks(check_only_one_rank_thaws, 2, group_timeout=6)
 
 
 def check_only_one_rank_thaws(rank: int, world_size: int) -> None:

