@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 MARK = "exchanges "
 WARM_UP = 2

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire
 from examples.train_fsdp import Block, loss_of, sharded
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 MARK = "fsdp "
 NATIVE = "HSDP"
@@ -150,7 +150,7 @@ def main() -> None:
         rank_main(options)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    count = sum(one.numel() for one in meta_model(options).parameters())
+    count = sum(parameter.numel() for parameter in meta_model(options).parameters())
     print(f"{network(options)}; {count / 1e6:.1f} M parameters, {4 * count / 1e6:.1f} MB of gradients")
     found, sent, rate = measure(options, sys.argv[1:])
     print(f"{options.rounds} steps each, interleaved; ms a step, median (quartiles)")

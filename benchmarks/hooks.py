@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from benchmarks.mended import mend
-from thinwire.bench.contestants import Contestant
-from thinwire.bench.devices import ON_CPU
-from thinwire.bench.measure import measure
-from thinwire.bench.results import Track
-from thinwire.bench.rivals import ONE_BUCKET_MB, RIVALS, Rival, hook_rival
-from thinwire.bench.workloads import find_workload
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.bench.contestants import Contestant
+from thinwire.tools.bench.devices import ON_CPU
+from thinwire.tools.bench.measure import measure
+from thinwire.tools.bench.results import Track
+from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB, RIVALS, Rival, hook_rival
+from thinwire.tools.bench.workloads import find_workload
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 MARK = "hooks "
 PER_TENSOR, PER_CHANNEL = "quantization_pertensor_hook", "quantization_perchannel_hook"

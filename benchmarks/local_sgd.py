@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from benchmarks import ranks
-from thinwire.bench.workloads import Workload, find_workload
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan
-from thinwire.lab.run import run_on
+from thinwire.tools.bench.workloads import Workload, find_workload
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan
+from thinwire.tools.lab.run import run_on
 
 Point = tuple[int, float, int, float]
 """Finished steps, seconds, bytes sent and held-out loss."""

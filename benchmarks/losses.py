@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire import Bucket, Exact, Memory, Outcome, Program, Steps
-from thinwire.bench.parsing import parse_program, split_programs
-from thinwire.bench.workloads import Workload, find_workload
+from thinwire import Bucket, Collectives, Exact, Memory, Outcome, Program
 from thinwire.engine.ops import Collective
 from thinwire.testing import SimulatedRanks
+from thinwire.tools.bench.parsing import parse_program, split_programs
+from thinwire.tools.bench.workloads import Workload, find_workload
 
 HELD_OUT = 16
 
@@ -39,7 +39,7 @@ class Counted:
     def __init__(self, program: Program) -> None:
         self.program, self.bytes_sent = program, 0
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program, and count the bytes of its collectives."""
         steps, received = self.program(bucket, memory), None
         while True:
@@ -58,16 +58,18 @@ def train(program: Program, workload: Workload, ranks: int, points: list[int]) -
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
     named = dict(model.named_parameters())
-    matrices = {name: one for name, one in named.items() if one.dim() > 1}
+    matrices = {name: tensor for name, tensor in named.items() if tensor.dim() > 1}
     counted = Counted(program)
-    simulated = SimulatedRanks(counted, {name: one.shape for name, one in matrices.items()}, ranks)
+    simulated = SimulatedRanks(counted, {name: tensor.shape for name, tensor in matrices.items()}, ranks)
     losses = []
     for step in range(1, max(points) + 1):
         gradients = [_gradients(model, workload.batch(rank, step)) for rank in range(ranks)]
         counted.bytes_sent = 0
         flat = [torch.cat([own[name].flatten() for name in matrices]) for own in gradients]
         mean = simulated.step(flat)[0].mean
-        for name, part in zip(matrices, mean.split([one.numel() for one in matrices.values()]), strict=True):
+        for name, part in zip(
+            matrices, mean.split([tensor.numel() for tensor in matrices.values()]), strict=True
+        ):
             matrices[name].grad = part.view_as(matrices[name]).clone()
         for name in named.keys() - matrices.keys():
             named[name].grad = torch.stack([own[name] for own in gradients]).mean(0)

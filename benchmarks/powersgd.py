@@ -24,15 +24,15 @@ from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from benchmarks.ranks import run
-from thinwire.bench.contestants import Contestant
-from thinwire.bench.grid import Grid, run_grid
-from thinwire.bench.measure import Entry, enter
-from thinwire.bench.results import Results
-from thinwire.bench.rivals import ONE_BUCKET_MB
-from thinwire.bench.summary import rows
-from thinwire.bench.workloads import WORKLOADS
-from thinwire.cli.progress import progress
-from thinwire.cli.table import tables, title
+from thinwire.tools.bench.contestants import Contestant
+from thinwire.tools.bench.grid import Grid, run_grid
+from thinwire.tools.bench.measure import Entry, enter
+from thinwire.tools.bench.results import Results
+from thinwire.tools.bench.summary import rows
+from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB
+from thinwire.tools.bench.workloads import WORKLOADS
+from thinwire.tools.cli.output import tables, title
+from thinwire.tools.cli.progress import progress
 
 OURS, HALF = "PowerSGD(rank=4,warmup=0)", "PowerSGD(rank=4,factor_dtype='bf16',warmup=0)"
 CONTESTANTS = {

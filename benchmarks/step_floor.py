@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from benchmarks.checkouts import SOURCE, Turns, use_checkout
 
 if TYPE_CHECKING:  # a rank must choose the checkout before it imports thinwire
-    from thinwire.bench.results import Cell
-    from thinwire.bench.summary import Row
+    from thinwire.tools.bench.results import Cell
+    from thinwire.tools.bench.summary import Row
 
 MARK = "step_floor "
 POWERSGD = "PowerSGD(rank=4,factor_dtype='bf16')"
@@ -79,9 +79,9 @@ def rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from thinwire.bench.contestants import line_up
-    from thinwire.bench.measure import measure
-    from thinwire.bench.workloads import find_workload
+    from thinwire.tools.bench.contestants import line_up
+    from thinwire.tools.bench.measure import measure
+    from thinwire.tools.bench.workloads import find_workload
 
     turns = Turns(Path(options.turns), options.number, options.count)
 
@@ -114,11 +114,10 @@ def rank(options: argparse.Namespace) -> None:
 
 def measure_cell(hosts: int, link: str, options: argparse.Namespace) -> list["Cell"]:
     """Measure one network. Return one cell for each checkout."""
-    from thinwire.bench.results import Cell, Track
-    from thinwire.lab.namespaces import Lab
-    from thinwire.lab.network import plan
-    from thinwire.lab.rate import parse_rate
-    from thinwire.lab.run import run_on
+    from thinwire.tools.bench.results import Cell, Track
+    from thinwire.tools.lab.namespaces import Lab
+    from thinwire.tools.lab.network import parse_rate, plan
+    from thinwire.tools.lab.run import run_on
 
     checkouts = [SOURCE, *([options.against] if options.against else [])]
     found: list[list[Track]] = [[] for _ in checkouts]
@@ -166,7 +165,7 @@ def rank_command(
 
 def show(cell: "Cell") -> None:
     """Print one line for each contestant."""
-    from thinwire.bench.summary import rows
+    from thinwire.tools.bench.summary import rows
 
     widths = {"step (quartiles)": 24, "link": 9, "floor": 9, "vs floor": 10, "x DDP": 8, "x torch": 9}
     print(" " * 40 + "".join(f"{head:>{width}}" for head, width in widths.items()))
@@ -174,7 +173,7 @@ def show(cell: "Cell") -> None:
         if row.step is None or row.speed_up is None:
             print(f"{row.name:<40}  {row.unavailable}")
             continue
-        low, middle, high = (1e3 * one for one in row.step)
+        low, middle, high = (1e3 * seconds for seconds in row.step)
         link, floor = 1e3 * (row.link_floor or 0.0), 1e3 * (row.floor or 0.0)
         torchs = f"{1 / row.torch_speed_up:>9.2f}" if row.torch_speed_up else f"{'-':>9}"
         print(
@@ -185,7 +184,7 @@ def show(cell: "Cell") -> None:
 
 def show_aims(cell: "Cell") -> None:
     """Print each aim for this network beside its measured figure."""
-    from thinwire.bench.summary import rows
+    from thinwire.tools.bench.summary import rows
 
     found = {row.name: row for row in rows(cell) if row.step}
     for aim in AIMS:
@@ -207,7 +206,7 @@ def compare(new: "Cell", old: "Cell") -> None:
         mine, theirs = track.step_seconds[3:], other.step_seconds[3:]
         low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=True)], n=4)
         verdict = "slower" if low > 1 else "faster" if high < 1 else "as fast"
-        steps = "".join(f"{1e3 * statistics.median(one):>7.0f} ms" for one in (theirs, mine))
+        steps = "".join(f"{1e3 * statistics.median(seconds):>7.0f} ms" for seconds in (theirs, mine))
         print(f"{track.name:<40}{steps}{f'{middle:.2f} ({low:.2f}-{high:.2f})':>20} {verdict:>9}")
 
 

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from thinwire.bench.workloads import GPT, Workload
-from thinwire.bench.workloads import WORKLOADS as BUILT_IN
+from thinwire.tools.bench.workloads import GPT, Workload
+from thinwire.tools.bench.workloads import WORKLOADS as BUILT_IN
 
 
 class MLP(nn.Module):

@@ -22,7 +22,9 @@ from benchmarks.workloads import WORKLOADS
 class TwoShotMean:
     """A program for the exact mean. Every rank averages one slice of the bucket, then all share them."""
 
-    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def __call__(
+        self, bucket: thinwire.Bucket, memory: thinwire.Memory
+    ) -> thinwire.Collectives[thinwire.Outcome]:
         """Average a bucket with two collectives."""
         world_size, length = bucket.world_size, bucket.buffer.numel()
         padded = torch.nn.functional.pad(bucket.buffer, (0, -length % world_size))

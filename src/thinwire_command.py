@@ -1,7 +1,7 @@
 """The command `thinwire`, outside the package so that its help appears at once: the package imports torch.
 
-A command is a file in `thinwire/cli/` with a function decorated by `click.command`. Names and first lines are
-read from these files. The file is imported when its command runs.
+A command is a file in `thinwire/tools/cli/` with a function decorated by `click.command`. Names and first
+lines are read from these files. The file is imported when its command runs.
 
 Exit codes: 0 done · 1 failed · 2 wrong usage · 3 not possible on this machine · 130 interrupted.
 `thinwire lab` ends with the exit code of the command it ran.
@@ -44,13 +44,13 @@ class Commands(click.Group):
     def found(self) -> dict[str, tuple[str, str]]:
         """The module and the first line of the help of each command, by its name."""
         commands = {}
-        for path in sorted((package_folder() / "cli").glob("*.py")):
+        for path in sorted((package_folder() / "tools" / "cli").glob("*.py")):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef) and any(
-                    ast.unparse(one).startswith("click.command") for one in node.decorator_list
+                    ast.unparse(decorator).startswith("click.command") for decorator in node.decorator_list
                 ):
                     about = (ast.get_docstring(node) or "").partition("\n")[0]
-                    commands[node.name.replace("_", "-")] = (f"thinwire.cli.{path.stem}", about)
+                    commands[node.name.replace("_", "-")] = (f"thinwire.tools.cli.{path.stem}", about)
         return commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -79,7 +79,7 @@ class Commands(click.Group):
         """Return the commands and options that begin with `incomplete`, without importing any."""
         names = [CompletionItem(name, help=about) for name, (_, about) in self.found.items()]
         return [
-            *(one for one in names if one.value.startswith(incomplete)),
+            *(item for item in names if item.value.startswith(incomplete)),
             *click.Command.shell_complete(self, ctx, incomplete),
         ]
 
@@ -100,7 +100,7 @@ class Commands(click.Group):
             click.echo(f"Error: the code of the model or program called sys.exit({error.code})", err=True)
             ctx.exit(1)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # click ends quietly if the reader of a pipe has gone
+            if error.errno == errno.EPIPE:  # click ends silently if the reader of a pipe has gone
                 raise
             where = f"{error.filename}: " if error.filename else ""
             click.echo(f"Error: {where}{error.strerror or error}", err=True)

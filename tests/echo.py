@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from thinwire import AllReduce, Steps
+from thinwire import AllReduce, Collectives
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.rendezvous import ranks_text
 
 
-class Meeting:
+class StoreRendezvous:
     ranks = range(8)
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Echo:
 
     def __init__(self, limit: float = 30, delay: float = 0.001) -> None:
         self.limit = timedelta(seconds=limit)
-        self.roll_call = timedelta(0)
-        self.meeting = Meeting()
+        self.report_limit = timedelta(0)
+        self.rendezvous = StoreRendezvous()
         self.closed = False
         self.answer: Exception | None = None
         self._delay = delay
@@ -70,13 +70,13 @@ class Echo:
         self.closed = True
 
 
-def staged(stages: int) -> Steps[torch.Tensor]:
+def staged(stages: int) -> Collectives[torch.Tensor]:
     for stage in range(stages):
         yield AllReduce(torch.full((4,), float(stage)))
     return torch.tensor(float(stages))
 
 
-def submit(engine: Engine, program: Steps[torch.Tensor], *, label: str, last: bool) -> Any:
+def submit(engine: Engine, program: Collectives[torch.Tensor], *, label: str, last: bool) -> Any:
     return engine.submit(program, step=0, label=label, last=last, instead=torch.zeros(()))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire import AllGather, AllReduce, AllToAll, Bucket, Memory, Outcome, Steps
+from thinwire import AllGather, AllReduce, AllToAll, Bucket, Collectives, Memory, Outcome
 from thinwire.engine.process_group import torch_version
 
 COMPLEX = torch.complex64 if torch_version() >= (2, 9) else torch.float32
@@ -69,7 +69,7 @@ class Staged:
 
     longest_sleep: float = 0.0
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         for name, view in bucket.views().items():
             memory.slot(name, "steps", lambda: torch.zeros(1)).add_(1)
             memory.slot(name, "shape", lambda view=view: torch.zeros(view.shape))  # type: ignore[misc]

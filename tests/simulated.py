@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from thinwire import Bucket, Memory, Outcome, Program, Steps
+from thinwire import Bucket, Collectives, Memory, Outcome, Program
 from thinwire.engine.ops import Collective
 from thinwire.testing import SimulatedRanks
 
@@ -40,7 +40,7 @@ def bytes_of(
     """Bytes that rank 0 sends in a step."""
     total = 0
 
-    def counted(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def counted(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         nonlocal total
         steps, received = program(bucket, memory), None
         while True:

@@ -6,9 +6,14 @@ Example::
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from thinwire import _torch as _torch
+# thinwire's core does not use numpy, and torch's warning would precede the output of every command.
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch as torch
+
 from thinwire.attach import attach
 from thinwire.checkpoint.dcp import PerRank, read_states
 from thinwire.checkpoint.optimizer_state import merged as merge_optimizer_states
@@ -27,10 +32,10 @@ from thinwire.engine.ops import (
     AllToAll,
     Await,
     Broadcast,
+    Collectives,
     Exchange,
     Reduce,
     ReduceScatter,
-    Steps,
 )
 from thinwire.errors import (
     AttachError,
@@ -47,6 +52,7 @@ from thinwire.errors import (
     WireError,
 )
 from thinwire.gathered_state import GatheredState
+from thinwire.models.fsdp.reduce_scatter import CompressedReduceScatter, compress_reduce_scatter
 from thinwire.monitors.audit import AuditRecord, ParameterAudit
 from thinwire.plan.auto import Auto
 from thinwire.programs.across_nodes import AcrossNodes
@@ -63,13 +69,13 @@ from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
 from thinwire.saving import load_checkpoint, save_checkpoint
+from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.diloco import DiLoCo
 from thinwire.strategies.averaging.hierarchical import Hierarchical
 from thinwire.strategies.averaging.local_sgd import LocalSGD
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.averaging.sparse_loco import SparseLoCo
 from thinwire.strategies.schedule import Schedule
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.version import __version__
 from thinwire.wire import Wire
@@ -93,6 +99,8 @@ __all__ = [
     "Bucket",
     "Cast",
     "Codec",
+    "Collectives",
+    "CompressedReduceScatter",
     "Configuration",
     "Context",
     "DiLoCo",
@@ -136,7 +144,6 @@ __all__ = [
     "StateError",
     "Stats",
     "StepRecord",
-    "Steps",
     "Strategy",
     "Target",
     "ThinwireError",
@@ -150,17 +157,17 @@ __all__ = [
     "ZeRO",
     "__version__",
     "attach",
+    "compress_reduce_scatter",
     "load_checkpoint",
     "merge_optimizer_states",
     "read_states",
     "save_checkpoint",
 ]
 
-_SUBPACKAGES = ("ddp_comm_hooks", "fsdp", "integrations", "model_averaging", "optim", "telemetry", "testing")
+_SUBPACKAGES = ("ddp_comm_hooks", "integrations", "model_averaging", "optim", "telemetry", "testing")
 
 if TYPE_CHECKING:  # a checker that saw __getattr__ would take any misspelt name for a module
     from thinwire import ddp_comm_hooks as ddp_comm_hooks
-    from thinwire import fsdp as fsdp
     from thinwire import integrations as integrations
     from thinwire import model_averaging as model_averaging
     from thinwire import optim as optim

@@ -14,34 +14,34 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.ddp.connection import Connection
-from thinwire.ddp.internals import comm_hooks, uses_python_reducer
-from thinwire.ddp.model import Model, remove_handles
-from thinwire.ddp.reducer import Reducer, raise_python_reducer
-from thinwire.ddp.skip_overflows import STEPPED_IN_BACKWARD
-from thinwire.ddp.unwrap import ddp_of, find_ddp, is_wrapper
 from thinwire.engine.agreement import decline, set_up_of
 from thinwire.engine.meter import Meter
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import AttachError, OptionError, ThinwireError
-from thinwire.fsdp.internals import is_sharded
-from thinwire.fsdp.model import ShardedModel
-from thinwire.fsdp.reducer import ShardReducer
+from thinwire.models.ddp.internals import comm_hooks, uses_python_reducer
+from thinwire.models.ddp.model import Model, remove_handles
+from thinwire.models.ddp.reducer import Reducer, raise_python_reducer
+from thinwire.models.ddp.unwrap import ddp_of, find_ddp, is_wrapper
+from thinwire.models.fsdp.internals import is_sharded
+from thinwire.models.fsdp.model import ShardedModel
+from thinwire.models.fsdp.reducer import ShardReducer
+from thinwire.models.local.group import replica_group
+from thinwire.models.local.model import ReplicaModel
+from thinwire.models.local.reducer import ReplicaReducer
 from thinwire.monitors.auditor import Auditor, OnExcess
 from thinwire.options import Options, optimizers_of, time_limit_of
 from thinwire.plan.auto import Auto
+from thinwire.programs.description import described
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import described
 from thinwire.programs.rules import Rules, checked_rules
-from thinwire.replicas.group import replica_group
-from thinwire.replicas.model import ReplicaModel
-from thinwire.replicas.reducer import ReplicaReducer
-from thinwire.strategies.attached import AttachedModel, AttachedReducer
+from thinwire.step.connection import Connection
+from thinwire.step.model import AttachedModel, AttachedReducer
+from thinwire.step.runner import AttachedRun, run_group, thinwire_hook
+from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
+from thinwire.step.strategy import Context
 from thinwire.strategies.averaging.start import start_equal
 from thinwire.strategies.loading import check_loaded_states
-from thinwire.strategies.runner import Runner, run_group, thinwire_hook
-from thinwire.strategies.schedule import Plan, Schedule, Stage
-from thinwire.strategies.strategy import Context
+from thinwire.strategies.schedule import Schedule, Stage, StagePlan
 from thinwire.wire import Wire
 
 
@@ -137,7 +137,7 @@ def attach(
         scaler=scaler,
         history=history,
     )
-    plan = Plan(Auto() if program == "auto" else program)
+    plan = StagePlan(Auto() if program == "auto" else program)
     ddp = find_ddp(model)
     if ddp is None and any(map(is_sharded, model.modules() if isinstance(model, nn.Module) else ())):
         return _attach_sharded(_sharded_model(model, replicas), plan, options)
@@ -151,7 +151,7 @@ def attach(
     return _attach_ddp(ddp_of(model), plan, options)
 
 
-def _attach_ddp(ddp: DistributedDataParallel, plan: Plan, options: Options) -> Wire:
+def _attach_ddp(ddp: DistributedDataParallel, plan: StagePlan, options: Options) -> Wire:
     model = Model(ddp)
     with _validating(model, options):
         _check_hooks(ddp)
@@ -161,7 +161,7 @@ def _attach_ddp(ddp: DistributedDataParallel, plan: Plan, options: Options) -> W
     return _start(reducer, plan, options, lambda runner: _register(runner, ddp))
 
 
-def _attach_replica(model: ReplicaModel, plan: Plan, options: Options) -> Wire:
+def _attach_replica(model: ReplicaModel, plan: StagePlan, options: Options) -> Wire:
     with _validating(model, options):
         options.validate(model, plan)
     reducer = ReplicaReducer(model, _connection(model, plan, options))
@@ -180,7 +180,7 @@ def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
     return sharded
 
 
-def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
+def _attach_sharded(model: ShardedModel, plan: StagePlan, options: Options) -> Wire:
     with _validating(model, options):
         model.check_no_hooks()
         model.check_finalization()
@@ -188,7 +188,7 @@ def _attach_sharded(model: ShardedModel, plan: Plan, options: Options) -> Wire:
     common = set_up_of({}, described(plan.given), **options.shared(model, plan))
     reducer = ShardReducer(model, _connection(model, plan, options, shard=str(model.shard_key)), common)
 
-    def register(runner: Runner) -> None:
+    def register(runner: AttachedRun) -> None:
         start_equal(model)
         reducer.register(partial(run_group, runner, reducer))
 
@@ -201,11 +201,11 @@ def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
     try:
         yield
     except ThinwireError as error:
-        decline(str(error), Meeting(model.group, options.limit_if_valid()))
+        decline(str(error), StoreRendezvous(model.group, options.limit_if_valid()))
         raise
 
 
-def _connection(model: AttachedModel, plan: Plan, options: Options, **subjects: str) -> Connection:
+def _connection(model: AttachedModel, plan: StagePlan, options: Options, **subjects: str) -> Connection:
     """Return how to connect to the other ranks, which must agree on the options and on `subjects`."""
     set_up = set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
     return Connection(
@@ -217,13 +217,13 @@ def _connection(model: AttachedModel, plan: Plan, options: Options, **subjects: 
 
 
 def _start(
-    reducer: AttachedReducer, plan: Plan, options: Options, register: Callable[[Runner], None]
+    reducer: AttachedReducer, plan: StagePlan, options: Options, register: Callable[[AttachedRun], None]
 ) -> Wire:
     """Start the strategy, then register the hooks that call it."""
     model, runner = reducer.model, None
     try:
         optimizers = optimizers_of(options.optimizer, model.parameters())
-        runner = Runner(_context(reducer, options, optimizers), plan)
+        runner = AttachedRun(_context(reducer, options, optimizers), plan)
         runner.start()
         model.on_gone(remove_handles, check_loaded_states(runner))
         skipping = reducer.steps.skipping
@@ -256,7 +256,7 @@ def _context(reducer: AttachedReducer, options: Options, optimizers: Sequence[Op
     )
 
 
-def _register(runner: Runner, ddp: DistributedDataParallel) -> None:
+def _register(runner: AttachedRun, ddp: DistributedDataParallel) -> None:
     try:
         ddp.register_comm_hook(runner, thinwire_hook)
     except RuntimeError as error:

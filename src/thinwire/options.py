@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption
 from thinwire.codecs.checks import check_whole
-from thinwire.ddp.internals import step_hooks
 from thinwire.errors import OptionError
+from thinwire.models.ddp.internals import step_hooks
 from thinwire.monitors.auditor import OnExcess, check_audit
-from thinwire.programs.naming import describe, described
+from thinwire.programs.description import describe, described
 from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
-from thinwire.strategies.attached import AttachedModel
+from thinwire.step.model import AttachedModel
+from thinwire.step.strategy import Target
 from thinwire.strategies.gradients import configuration_of
-from thinwire.strategies.schedule import Plan
-from thinwire.strategies.strategy import Target
+from thinwire.strategies.schedule import StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Options:
     scaler: ScalerOption
     history: int
 
-    def validate(self, model: AttachedModel, plan: Plan) -> None:
+    def validate(self, model: AttachedModel, plan: StagePlan) -> None:
         """Validate all options.
 
         Raises:
@@ -73,7 +73,7 @@ class Options:
         except OptionError:
             return None
 
-    def shared(self, model: AttachedModel, plan: Plan) -> dict[str, object]:
+    def shared(self, model: AttachedModel, plan: StagePlan) -> dict[str, object]:
         """Return the options that must be equal on all ranks."""
         shared: dict[str, object] = {
             "check_every": self.check_every,

@@ -23,13 +23,13 @@ from thinwire.checkpoint.optimizers import per_rank
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied, means, same
 from thinwire.checkpoint.wire_state import all_or_none
-from thinwire.ddp.model import Model
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.engine.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
-from thinwire.programs.names import original_name
-from thinwire.strategies.attached import AttachedModel
+from thinwire.models.ddp.model import Model
+from thinwire.models.ddp.unwrap import ddp_of
+from thinwire.programs.parameter_names import original_name
+from thinwire.step.model import AttachedModel
 from thinwire.wire import Wire
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
@@ -84,14 +84,14 @@ def save_checkpoint(
     unfinished = path.with_name(path.name + _UNFINISHED)
     wire._runner.between_steps("save_checkpoint")  # before anything is sent
     state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
-    with agreeing(communicator.meeting, communicator.limit, "save_checkpoint"):
+    with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint"):
         _check_numpy(communicator.size)
         parts = _parts(target, optimizer, wire, extra)
         if communicator.rank == 0:
             _prepare(path, unfinished)
     with at_work():
         dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=target.group)
-        with agreeing(communicator.meeting, communicator.limit, "save_checkpoint in place"):
+        with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint in place"):
             if communicator.rank == 0:
                 _replace(path, unfinished)
     return path
@@ -157,7 +157,7 @@ def load_checkpoint(
     if missing_ok:
         missing = _is_missing(path)
         found = {"checkpoint": f"{'none' if missing else 'one'} in {str(folder)!r}"}
-        agree_on(found, communicator.meeting, communicator.limit, "load_checkpoint found")
+        agree_on(found, communicator.rendezvous, communicator.limit, "load_checkpoint found")
         if missing:
             return {}
     with all_or_none(communicator, "load_checkpoint"):

@@ -12,12 +12,12 @@ from thinwire.engine.meter import Stats, sent_text
 from thinwire.errors import AttachError, OptionError
 from thinwire.monitors.audit import AuditRecord
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.description import described
 from thinwire.programs.explain import explain, explain_buckets
-from thinwire.programs.naming import described
 from thinwire.programs.rules import choose
+from thinwire.step.runner import AttachedRun
 from thinwire.strategies.gradients import given_of
 from thinwire.strategies.loading import load_state
-from thinwire.strategies.runner import Runner
 from thinwire.strategies.schedule import Stage
 
 
@@ -27,7 +27,7 @@ class Wire:
     The handle does not keep the model alive. The wire thread ends with the model.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: AttachedRun) -> None:
         self._runner = runner
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class Wire:
                 schedule_ended=runner.schedule_ended,
                 step=self.step,
                 place=(runner.reducer.communicator.rank, runner.reducer.communicator.size),
-                buckets=runner.reducer.regroup.upcoming,
+                buckets=runner.reducer.layout.upcoming,
                 memory=runner.context.memory,
                 strategy=strategy,
             )

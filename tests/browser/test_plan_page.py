@@ -7,15 +7,14 @@ import torch
 from playwright.sync_api import Browser
 
 from tests.browser.pages import opened
-from thinwire.bench.parsing import parse_program
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.compute import assumed
 from thinwire.plan.gaps import Known
 from thinwire.plan.network import Link, Network
 from thinwire.plan.planner import Planner
 from thinwire.plan.recommend import Limits
-from thinwire.plan.scale import RATES, scale
-from thinwire.report.plan import render
+from thinwire.tools.bench.parsing import parse_program
+from thinwire.tools.report.plan import RATES, render, scale
 
 SIZES = (2, 8, 64)
 COMMAND = "thinwire plan --hosts 2..64 --plot <page>"

@@ -6,8 +6,8 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.browser.pages import opened
-from thinwire.bench.results import Cell, Results, Track
-from thinwire.report.page import render
+from thinwire.tools.bench.results import Cell, Results, Track
+from thinwire.tools.report.page import render
 
 STEPS = 16
 

@@ -7,9 +7,9 @@ from playwright.sync_api import Browser
 
 from tests.browser.pages import opened
 from tests.unit.test_training_log import audit, exchange
-from thinwire.report.training import render
 from thinwire.telemetry.log import Log
 from thinwire.telemetry.sinks import Row
+from thinwire.tools.report.training import render
 
 STEPS = 40
 HOSTILE = "layers.<b>0</b>.</script>weight"

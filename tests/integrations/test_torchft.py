@@ -43,9 +43,9 @@ from tests.surface.test_docs import python_blocks
 from thinwire.engine.pack import local_part
 from thinwire.integrations import torchft
 from thinwire.integrations.torchft_transport import reachable_host
-from thinwire.lab.namespaces import Lab
-from thinwire.lab.network import plan as network_plan
 from thinwire.monitors.replicas import fingerprints
+from thinwire.tools.lab.namespaces import Lab
+from thinwire.tools.lab.network import plan as network_plan
 
 DILOCO = thinwire.DiLoCo(4, program=thinwire.Int8())
 

@@ -3,7 +3,7 @@
 import pytest
 
 from thinwire import UnavailableError
-from thinwire.lab.namespaces import way_in
+from thinwire.tools.lab.namespaces import way_in
 
 
 @pytest.fixture(scope="session", autouse=True)

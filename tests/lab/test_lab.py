@@ -14,12 +14,11 @@ import pytest
 
 from benchmarks.bandwidth import measured_rate, transfer
 from thinwire import LabError, UnavailableError
-from thinwire.lab import namespaces
-from thinwire.lab.checks import examine
-from thinwire.lab.namespaces import MARK, Lab, clean
-from thinwire.lab.network import plan
-from thinwire.lab.rate import parse_rate
-from thinwire.lab.run import Finished, run_on
+from thinwire.tools.cli.doctor import examine
+from thinwire.tools.lab import namespaces
+from thinwire.tools.lab.namespaces import MARK, Lab, clean
+from thinwire.tools.lab.network import parse_rate, plan
+from thinwire.tools.lab.run import Finished, run_on
 
 
 def gathered(hosts: Lab, *command: str) -> tuple[Finished, list[tuple[int, str, str]]]:

@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 from tests.models import Staged, batch, changed, flat_gradients, mlp, own
 from thinwire.engine import rendezvous
 from thinwire.engine.process_group import store_of
-from thinwire.strategies import runner
+from thinwire.step import runner
 
 TINY_BUCKETS = 0.002
 

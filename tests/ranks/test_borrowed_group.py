@@ -17,10 +17,10 @@ from thinwire.engine.ops import (
     AllReduce,
     AllToAll,
     Broadcast,
+    Collectives,
     Exchange,
     Reduce,
     ReduceScatter,
-    Steps,
 )
 from thinwire.errors import ProgramError, WireError
 from thinwire.programs.memory import Memory
@@ -44,7 +44,7 @@ class Replicas:
         return getattr(self._group, name)
 
 
-def collectives(rank: int, size: int) -> Steps[list[torch.Tensor]]:
+def collectives(rank: int, size: int) -> Collectives[list[torch.Tensor]]:
     """Yield one collective of each kind."""
     x = torch.arange(2.0) + rank
     rows = torch.arange(2.0 * size).view(size, 2) + 10 * rank
@@ -93,7 +93,7 @@ def loses_one(rank: int, world_size: int) -> None:
     engine = Engine(BorrowedGroup(replicas))
     x = torch.ones(3)
 
-    def program() -> Steps[torch.Tensor]:
+    def program() -> Collectives[torch.Tensor]:
         yield AllReduce(x)
         return x
 

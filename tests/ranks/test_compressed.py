@@ -100,7 +100,9 @@ class DiesFirst:
 
     victim: int
 
-    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def __call__(
+        self, bucket: thinwire.Bucket, memory: thinwire.Memory
+    ) -> thinwire.Collectives[thinwire.Outcome]:
         if bucket.rank == self.victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return (yield from thinwire.AcrossNodes(thinwire.Exact(), node_size=2)(bucket, memory))
@@ -149,7 +151,7 @@ def halved(rank: int, world_size: int) -> None:
         for peer in range(world_size)
     ]
 
-    def exchange(bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def exchange(bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Collectives[thinwire.Outcome]:
         received = yield thinwire.AllToAll(rows)
         assert torch.equal(received, torch.stack([peer[rank] for peer in everybody]))
         gathered = yield thinwire.AllGather(rows[0])

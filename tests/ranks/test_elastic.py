@@ -116,8 +116,8 @@ def test_a_lost_host_leaves_three_that_go_on(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     waits = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=elastic"]
-    options = ["--nnodes=3:4", "--max-restarts=3", "--local-addr=127.0.0.1", *meeting]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=elastic"]
+    options = ["--nnodes=3:4", "--max-restarts=3", "--local-addr=127.0.0.1", *rendezvous]
     script = [str(ROOT / "examples/elastic.py"), *arguments(tmp_path / "checkpoints", "Int8()", 10)]
     kill = ["--kill-at=7", "--kill-rank=3", "--kill-agent"]
     agents = []

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
-from thinwire import AllReduce, Bucket, Memory, Outcome, Steps
+from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
 from thinwire.engine.process_group import store_of
 
@@ -45,7 +45,7 @@ class Fatal:
     what: str
     victim: int
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         if bucket.step == 3 and bucket.index == 4 and bucket.rank == self.victim:
             if self.what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +217,7 @@ def test_a_program_that_goes_wrong_is_named_on_every_rank(how: str, kinds: set[s
 class Multiplying:
     """Sends what a matrix product gives, whose dtype autocast would change."""
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         row = bucket.buffer.view(1, -1)
         product = yield AllReduce(row.t() @ torch.ones(1, 1))
         assert product.dtype == torch.float32

@@ -17,8 +17,8 @@ from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import DiLoCo, Exact, Int8, LocalSGD, OptionError, UnavailableError, WireError
 from thinwire.engine.process_group import store_of
-from thinwire.fsdp.reduce_scatter import CompressedReduceScatter
-from thinwire.strategies import runner
+from thinwire.models.fsdp.reduce_scatter import CompressedReduceScatter
+from thinwire.step import runner
 
 WIDTH = 9
 """Odd, so that two shards of a layer differ in size, and FSDP pads one of them."""
@@ -477,7 +477,7 @@ def within(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int,
     mesh, found = init_device_mesh("cpu", (world_size,)), []
     for codec in (None, thinwire.Quantize(bits=8)):
         model = sharded(mesh, width=64)
-        sent = None if codec is None else thinwire.fsdp.compress_reduce_scatter(model, codec)
+        sent = None if codec is None else thinwire.compress_reduce_scatter(model, codec)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
             loss(model, rank, step, width=64).backward()

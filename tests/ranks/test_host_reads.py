@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
-from thinwire import AllReduce, Bucket, Memory, Outcome, Steps
-from thinwire.ddp.step import StepOwner
+from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
 from thinwire.optim import ZeroRedundancyOptimizer
+from thinwire.step.transaction import StepTransaction
 from thinwire.strategies.zero.overlap import Overlap
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class Reads(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch, self:
             patch.setattr(torch.Tensor, "tolist", listed)
-            patch.setattr(StepOwner, "settle", self.settled(StepOwner.settle))
+            patch.setattr(StepTransaction, "settle", self.settled(StepTransaction.settle))
             patch.setattr(Overlap, "_finish", self.settled(Overlap._finish))
             yield
 
@@ -192,7 +192,7 @@ def test_steps_inside_backward_read_the_use_of_parameters_after_it() -> None:
         assert counts == [(0, 3)] * 3, "the means, DDP's map of used parameters, and those of other owners"
 
 
-def curious(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+def curious(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
     mean = yield AllReduce(bucket.buffer)
     return Outcome(mean if mean.isfinite().all() and mean.tolist() else bucket.buffer)
 

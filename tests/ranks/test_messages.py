@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
-from thinwire import AllGather, AllReduce, AllToAll, Bucket, Memory, Outcome, ReduceScatter, Steps
+from thinwire import AllGather, AllReduce, AllToAll, Bucket, Collectives, Memory, Outcome, ReduceScatter
 from thinwire.engine.blocking import run_blocking
 from thinwire.engine.engine import Engine
 from thinwire.engine.group_communicator import GroupCommunicator
@@ -64,7 +64,7 @@ class Exchanging:
     what: str
     victim: int
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         rank, size, kind, width = bucket.rank, bucket.world_size, self.kind, 10
         if bucket.step == 3 and bucket.index == 2:
             # After a bug the others end at once only if none has half of a long message.
@@ -215,7 +215,7 @@ def users_messages(rank: int, size: int) -> None:
     inboxes = [torch.zeros(4) for _ in range(4)]
     receives = [dist.irecv(box, peer, tag=tag) for tag, box in enumerate(inboxes)]
 
-    def gather() -> Steps[torch.Tensor]:
+    def gather() -> Collectives[torch.Tensor]:
         gathered = yield AllGather(torch.full((4,), float(rank)))
         scattered = yield ReduceScatter(gathered)
         exchanged = yield Exchange(gathered[0], sends=(2, 2), receives=(2, 2))
@@ -240,7 +240,7 @@ def waiting(rank: int, size: int, how: str) -> float:
     communicator = opened()
     engine = Engine(communicator)
 
-    def gathering() -> Steps[Any]:
+    def gathering() -> Collectives[Any]:
         return (yield AllGather(torch.zeros(10 + rank)))
 
     dist.barrier()

@@ -179,7 +179,7 @@ def test_sparse_gradients_are_refused_by_attach() -> None:
 
 
 def scaled(factor: float, note: object = None) -> thinwire.Program:
-    def program(bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def program(bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Collectives[thinwire.Outcome]:
         outcome = yield from thinwire.Exact()(bucket, memory)
         return thinwire.Outcome(outcome.mean * factor if note is None else outcome.mean)
 

@@ -50,7 +50,7 @@ STAGES: dict[str, Any] = {
 }
 
 
-class Given(nn.Module):
+class CoderInput(nn.Module):
     """A linear model, whose gradients are the numbers that it is given."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Job:
 
     def __init__(self, rank: int, program: Any, **options: Any) -> None:
         self.rank, self.step = rank, 0
-        self.ddp = DDP(Given(), **options.pop("ddp", {}))
+        self.ddp = DDP(CoderInput(), **options.pop("ddp", {}))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
         self.wire = thinwire.attach(self.ddp, program, optimizer=self.optimizer, **options)
         self.exact = torch.zeros(sum(torch.Size(shape).numel() for shape in SHAPES.values()))

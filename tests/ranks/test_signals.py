@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_parameters, mlp, own
-from thinwire import Bucket, DiLoCo, Int8, Memory, Outcome, Steps, ZeRO
+from thinwire import Bucket, Collectives, DiLoCo, Int8, Memory, Outcome, ZeRO
 from thinwire.strategies.zero.sharder import Sharder
 
 STEPS = 8
@@ -27,7 +27,7 @@ STEPS = 8
 class Signalled:
     """Sends a signal to its own process whenever it runs, on backward's thread or the wire's."""
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         outcome = yield from Staged()(bucket, memory)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
-from thinwire import Bucket, Memory, Outcome, Steps
+from thinwire import Bucket, Collectives, Memory, Outcome
 from thinwire.engine.group_communicator import GroupCommunicator
 
 LIMIT = 4.0
@@ -27,7 +27,7 @@ class HostFails:
 
     how: signal.Signals
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         if bucket.step == 2 and bucket.rank == 0:
             os.kill(os.getpid(), self.how)
         return (yield from thinwire.Exact()(bucket, memory))
@@ -78,9 +78,9 @@ def in_connecting(rank: int, how: signal.Signals) -> None:
     world = dist.group.WORLD
     assert world is not None
     communicator = GroupCommunicator(world, timedelta(seconds=LIMIT))
-    count = communicator.meeting.count("group")
+    count = communicator.rendezvous.count("group")
     fail_on(rank, how)
-    communicator.meeting.count = lambda topic: count  # type: ignore[method-assign]
+    communicator.rendezvous.count = lambda topic: count  # type: ignore[method-assign]
     communicator.open()
 
 

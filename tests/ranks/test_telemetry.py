@@ -23,9 +23,9 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import telemetry
-from thinwire.report.training_summary import summarise
-from thinwire.report.training_words import whose
 from thinwire.telemetry.log import Log
+from thinwire.tools.report.training import whose
+from thinwire.tools.report.training_summary import summarise
 
 STEPS = 5
 

@@ -12,8 +12,8 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, mlp
 from tests.ranks.test_ddp_modes import TINY_BUCKETS, both_ways, train
-from thinwire._torch import private
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
+from thinwire.version import private
 
 MANUAL = "require_manual_backward_finalization"
 needs_manual_finalization = pytest.mark.skipif(

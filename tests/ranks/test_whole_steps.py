@@ -60,7 +60,9 @@ def test_programs_of_users_are_undone_too() -> None:
 class Counting(thinwire.Exact):
     """A subclass of a stateless program that counts the steps of each parameter."""
 
-    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def __call__(
+        self, bucket: thinwire.Bucket, memory: thinwire.Memory
+    ) -> thinwire.Collectives[thinwire.Outcome]:
         for name in bucket.names:
             memory.slot(name, "steps", lambda: torch.zeros(())).add_(1)
         return (yield from super().__call__(bucket, memory))

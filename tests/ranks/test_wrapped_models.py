@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, equal, flat_parameters, mlp
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from thinwire.models.ddp.unwrap import ddp_of
 
 PROGRAMS = (
     thinwire.Int8(),

@@ -46,7 +46,12 @@ def test_the_way_of_a_gradient_names_functions_that_exist() -> None:
 
 DOORS = {
     SOURCE / name
-    for name in ("amp/internals.py", "engine/process_group.py", "ddp/internals.py", "fsdp/internals.py")
+    for name in (
+        "amp/internals.py",
+        "engine/process_group.py",
+        "models/ddp/internals.py",
+        "models/fsdp/internals.py",
+    )
 }
 """The modules that may name private members of torch."""
 

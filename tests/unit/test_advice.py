@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from tests.unit.test_summary import HALF, PLAIN, STEPS, TORCH, cell, track
-from thinwire.bench.advice import advise, summarize
-from thinwire.bench.results import Cell, Results, Track
-from thinwire.bench.summary import rows
+from thinwire.tools.bench.advice import advise, summarize
+from thinwire.tools.bench.results import Cell, Results, Track
+from thinwire.tools.bench.summary import rows
 
 
 def advice(shown: Cell) -> str:

@@ -13,6 +13,7 @@ from thinwire import (
     AcrossNodes,
     Bucket,
     Cast,
+    Collectives,
     ErrorFeedback,
     Exact,
     Gathered,
@@ -29,7 +30,6 @@ from thinwire import (
     RandomEntries,
     Reduced,
     SparseMean,
-    Steps,
     TwoShot,
     Warmup,
 )
@@ -120,7 +120,7 @@ def test_error_feedback_of_a_bf16_exchange_loses_nothing_for_as_many_bytes() -> 
 class Own(TwoShot):
     """A subclass that neither adds residuals itself nor sends exact parameters, and keeps a count."""
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         for name in bucket.names:
             memory.slot(name, "count", lambda: torch.zeros(1)).add_(1)
         return (yield from super().__call__(replace(bucket, exact=frozenset(), residuals=None), memory))

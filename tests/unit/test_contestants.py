@@ -11,8 +11,9 @@ import torch
 
 import thinwire
 from thinwire import OptionError
-from thinwire.bench.contestants import Contestant, line_up, rounds_needed
-from thinwire.bench.parsing import (
+from thinwire.programs.description import describe
+from thinwire.tools.bench.contestants import Contestant, line_up, rounds_needed
+from thinwire.tools.bench.parsing import (
     PROGRAMS,
     _makes_programs,
     attach_line,
@@ -20,7 +21,6 @@ from thinwire.bench.parsing import (
     parse_saved,
     split_programs,
 )
-from thinwire.programs.naming import describe
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Mine:
 
     k: int = 1
 
-    def __call__(self, bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def __call__(
+        self, bucket: thinwire.Bucket, memory: thinwire.Memory
+    ) -> thinwire.Collectives[thinwire.Outcome]:
         mean = yield thinwire.AllReduce(bucket.buffer)
         return thinwire.Outcome(mean)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.models import LossOfMLP, SyncCenter, batch
 from thinwire import OptionError
-from thinwire.bench.workloads import check_workload
+from thinwire.tools.bench.workloads import check_workload
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:

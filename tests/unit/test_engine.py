@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.echo import Echo, engine_on, staged, submit
-from thinwire import AllReduce, ProgramError, Steps, WireError
+from thinwire import AllReduce, Collectives, ProgramError, WireError
 from thinwire.engine.ops import among
 from thinwire.engine.order import order
 
@@ -53,7 +53,7 @@ def test_exposed_time_is_the_time_spent_waiting() -> None:
 
 
 def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
-    def broken() -> Steps[torch.Tensor]:
+    def broken() -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(1))
         raise KeyError("lost")
 
@@ -66,15 +66,38 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
     ):
         engine.settle()
     assert fine.wait().item() == 1
-    assert "KeyError" in echo.meeting.words[0]
+    assert "KeyError" in echo.rendezvous.words[0]
     with pytest.raises(ProgramError, match="lost"):
         submit(engine, staged(1), label="next", last=True)
     engine.close()
     assert echo.closed
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_run_ends_the_open_step_and_returns_the_result(inline: bool) -> None:
+    engine = engine_on(Echo(), inline=inline)
+    before = submit(engine, staged(2), label="bucket 0", last=False)
+    assert engine.run(staged(3), step=0, label="the check").item() == 3
+    assert before.done()
+    assert engine.run(staged(1), step=1, label="alone").item() == 1
+    assert [len(record.order) for record in engine.stats().records] == [5, 1]
+    engine.close()
+
+
+def test_run_raises_the_failure_of_any_program_of_its_step() -> None:
+    def broken() -> Collectives[torch.Tensor]:
+        yield AllReduce(torch.zeros(1))
+        raise KeyError("lost")
+
+    engine = engine_on(Echo())
+    submit(engine, broken(), label="bucket 0", last=False)
+    with pytest.raises(ProgramError, match="failed on bucket 0"):
+        engine.run(staged(2), step=0, label="the check")
+    engine.close()
+
+
 def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
-    def interrupted() -> Steps[torch.Tensor]:
+    def interrupted() -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(1))
         raise KeyboardInterrupt
 
@@ -84,12 +107,12 @@ def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
         submit(engine, interrupted(), label="a", last=True)
     with pytest.raises(WireError, match="interrupted by KeyboardInterrupt"):
         submit(engine, staged(1), label="b", last=True)
-    assert "KeyboardInterrupt" in echo.meeting.words[0]
+    assert "KeyboardInterrupt" in echo.rendezvous.words[0]
     engine.close()
 
 
 def test_a_program_that_fails_to_clean_up_hangs_nobody() -> None:
-    def stubborn() -> Steps[torch.Tensor]:
+    def stubborn() -> Collectives[torch.Tensor]:
         try:
             yield AllReduce(torch.zeros(1))
             yield AllReduce(torch.zeros(1))
@@ -132,7 +155,7 @@ def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
 ) -> None:
     echo = Echo()
     echo.size, echo.answer = 4, RuntimeError("gone")
-    echo.meeting.words.update(dict.fromkeys(answers, "waited"))
+    echo.rendezvous.words.update(dict.fromkeys(answers, "waited"))
     engine = engine_on(echo)
     submit(engine, among((0, 1), staged(1)), label="a", last=True)
     with pytest.raises(WireError, match=f"No word from {named}"):
@@ -143,7 +166,7 @@ def test_of_ranks_that_took_no_part_none_is_named_while_one_that_did_is_silent(
 def test_a_rank_whose_program_failed_is_named_even_if_another_is_silent() -> None:
     echo = Echo()
     echo.size, echo.answer = 4, RuntimeError("gone")
-    echo.meeting.words.update({1: "failed: the program failed on a", 2: "waited for AllReduce"})
+    echo.rendezvous.words.update({1: "failed: the program failed on a", 2: "waited for AllReduce"})
     engine = engine_on(echo)
     submit(engine, staged(1), label="a", last=True)
     with pytest.raises(WireError, match=r"it failed\. Rank 1 failed: the program failed on a\. The job"):
@@ -224,7 +247,7 @@ def test_the_thread_keeps_nothing_of_a_finished_step() -> None:
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
 
-    def using(tensor: torch.Tensor) -> Steps[torch.Tensor]:
+    def using(tensor: torch.Tensor) -> Collectives[torch.Tensor]:
         yield AllReduce(tensor)
         return torch.zeros(1)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.echo import Echo, Reply, engine_on, staged, submit
-from thinwire import AllGather, AllReduce, Steps
+from thinwire import AllGather, AllReduce, Collectives
 from thinwire.engine.messages import tag_of
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.order import order
@@ -33,7 +33,7 @@ class Messages(Echo):
         return Reply(op.tensor, self._delays[len(self.turns) % len(self._delays)])
 
 
-def mixed(kinds: list[bool]) -> Steps[torch.Tensor]:
+def mixed(kinds: list[bool]) -> Collectives[torch.Tensor]:
     """Yield a message that may be taken in any order for each True, and a collective for each False."""
     for any_order in kinds:
         tensor = torch.zeros(4)
@@ -101,11 +101,11 @@ def test_a_program_that_is_queued_while_the_wire_thread_takes_turns_is_not_forgo
             returning.set()
             queued.wait(60)
 
-    def waits() -> Steps[torch.Tensor]:
+    def waits() -> Collectives[torch.Tensor]:
         value: torch.Tensor = yield Await(found)
         return value
 
-    def completes() -> Steps[torch.Tensor]:
+    def completes() -> Collectives[torch.Tensor]:
         found.set_result(torch.ones(()))
         yield AllReduce(torch.zeros(1))
         return torch.ones(())

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.test_summary import HALF, PLAIN, cell, track
-from thinwire.report.figures import Palette, loss_by_bytes, loss_by_time
+from thinwire.tools.report.figures import Palette, loss_by_bytes, loss_by_time
 
 FEW = track("Few", "thinwire", 1.0, 1e4, 2.0)
 

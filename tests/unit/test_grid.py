@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from thinwire import OptionError, StateError
-from thinwire.bench import grid as grid_module
-from thinwire.bench import real, worker
-from thinwire.bench.grid import Grid, cause_of, run_grid
-from thinwire.bench.results import Cell, Track
 from thinwire.errors import LabError
-from thinwire.lab.hosts import Loopback
-from thinwire.lab.run import Finished
+from thinwire.tools.bench import grid as grid_module
+from thinwire.tools.bench import real, worker
+from thinwire.tools.bench.grid import Grid, cause_of, run_grid
+from thinwire.tools.bench.results import Cell, Track
+from thinwire.tools.lab.hosts import Loopback
+from thinwire.tools.lab.run import Finished
 
 TRACKS = [Track("DDP", "ddp", ""), Track("Exact", "thinwire", "exact"), Track("alone", "alone", "")]
 for one in TRACKS:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.ddp.regroup import Regroup, groups_for
+from thinwire.step.layout import BucketLayout, groups_for
 
 NAMES = [f"p{number}" for number in range(12)]
 
@@ -17,7 +17,7 @@ def groupings(draw: st.DrawFn) -> list[tuple[str, ...]]:
     return [tuple(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
 
 
-def step(grouping: Regroup, buckets: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def step(grouping: BucketLayout, buckets: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     found, arrived = [], set()
     for number, bucket in enumerate(buckets, 1):
         arrived |= {*bucket}
@@ -30,7 +30,7 @@ def step(grouping: Regroup, buckets: list[tuple[str, ...]]) -> list[tuple[str, .
 
 @given(groupings(), groupings())
 def test_held_groups_come_whole_and_in_order(held: list[tuple[str, ...]], own: list[tuple[str, ...]]) -> None:
-    grouping = Regroup()
+    grouping = BucketLayout()
     assert step(grouping, own) == own  # as DDP has them
     grouping.held = tuple(held)
     for _ in range(2):
@@ -42,7 +42,7 @@ def test_held_groups_come_whole_and_in_order(held: list[tuple[str, ...]], own: l
 def test_a_step_that_did_not_count_is_taken_again_in_its_own_groups(
     first: list[tuple[str, ...]], second: list[tuple[str, ...]], third: list[tuple[str, ...]]
 ) -> None:
-    grouping = Regroup()
+    grouping = BucketLayout()
     step(grouping, first)
     grouping.repeat()
     assert step(grouping, second) == first
@@ -50,7 +50,7 @@ def test_a_step_that_did_not_count_is_taken_again_in_its_own_groups(
 
 
 def test_parameters_that_held_groups_do_not_know_come_last() -> None:
-    grouping = Regroup()
+    grouping = BucketLayout()
     grouping.held = (("b", "gone"), ("a",))
     assert step(grouping, [("a", "new"), ("b",)]) == [("b",), ("a",), ("new",)]
 

@@ -15,14 +15,14 @@ import thinwire
 from tests.streams import Model, Network
 from thinwire import Bucket, Memory, Program
 from thinwire.amp.loss_scale import Scales
-from thinwire.ddp.reducer import PlainEvents, Reducer
-from thinwire.ddp.regroup import Regroup, laid_out
-from thinwire.ddp.step import StepOwner
 from thinwire.engine.engine import Engine
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.streams import SideStream, Writers
+from thinwire.models.ddp.reducer import PlainEvents, Reducer
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
 from thinwire.programs.program import Programs
+from thinwire.step.layout import BucketLayout, laid_out
+from thinwire.step.transaction import StepTransaction
 
 LIMIT = timedelta(seconds=30)
 SHAPES = {
@@ -62,10 +62,10 @@ class Training:
             unused=set,
             spoil_gradients=lambda: None,
         )
-        self.steps = StepOwner(self.engine, wrapped, Scales(None), PlainEvents())
+        self.steps = StepTransaction(self.engine, wrapped, Scales(None), PlainEvents())
         self.programs = Programs(program, self.exceptions)
         self.reducer: Any = object.__new__(Reducer)
-        self.reducer.regroup, self.reducer.steps, self.reducer._nbytes = Regroup(), self.steps, {}
+        self.reducer.layout, self.reducer.steps, self.reducer._nbytes = BucketLayout(), self.steps, {}
         self.reducer._parts, self.reducer._parts_for = {}, None
         self.memory = Memory()
         self.buffers = [self._buffer("0."), self._buffer("1.")]
@@ -77,7 +77,7 @@ class Training:
 
     def backward(self, number: int, before: Callable[[], Any] = lambda: None) -> None:
         self.steps.open()
-        self.reducer._homes, self.reducer._late = {}, []
+        self.reducer._homes, self.reducer._deferred = {}, []
         before()
         futures = []
         for index, buffer in enumerate(self.buffers):
@@ -89,8 +89,8 @@ class Training:
         for future in futures:  # DDP's final callback
             self.model.access(future.wait(), False, "DDP copies gradients")
         self.steps.settle()
-        self.reducer._homes, self.reducer._late = {}, []
-        self.reducer.regroup.end()
+        self.reducer._homes, self.reducer._deferred = {}, []
+        self.reducer.layout.end()
 
     def _hook(self, index: int, buffer: torch.Tensor) -> Any:
         names = tuple(name for name in SHAPES if name.startswith(f"{index}."))
@@ -156,7 +156,7 @@ def test_fingerprints_outlive_their_last_reference(model: Model) -> None:
 def test_what_the_host_reads_after_a_step_is_ordered_by_settling_it(model: Model) -> None:
     """A rank without inputs (Join) has no final callback of DDP that would wait for the futures."""
 
-    def program(found: list[torch.Tensor]) -> Steps[torch.Tensor]:
+    def program(found: list[torch.Tensor]) -> Collectives[torch.Tensor]:
         found.append((yield AllReduce(torch.ones(4))) * 2)
         return found[0]
 
@@ -199,7 +199,7 @@ def test_the_model_sees_that_settling_orders(model: Model, monkeypatch: pytest.M
         test_this(model)
 
 
-def two_stages(model: Model, name: str) -> Steps[torch.Tensor]:
+def two_stages(model: Model, name: str) -> Collectives[torch.Tensor]:
     for stage in ("encode", "combine"):
         model.log.append((f"{stage} {name}", model.current.name))
         yield AllReduce(torch.zeros(2))

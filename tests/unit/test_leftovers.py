@@ -283,7 +283,7 @@ def test_one_rank_applies_the_residual_that_more_ranks_saved(program: Program) -
 
 
 def test_a_users_own_program_runs_on_one_rank_as_written() -> None:
-    def doubled(bucket: thinwire.Bucket, memory: Memory) -> thinwire.Steps[thinwire.Outcome]:
+    def doubled(bucket: thinwire.Bucket, memory: Memory) -> thinwire.Collectives[thinwire.Outcome]:
         total = yield thinwire.AllReduce(bucket.buffer * 2)
         return thinwire.Outcome(total, -bucket.buffer if bucket.track_error else None)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.live_room import SET_UP, Fault, KilledError, Life, Room, model, run
-from thinwire.strategies.live.roll_call import Row, decide, decoded
-from thinwire.strategies.live.standing import Standing, agree
+from thinwire.strategies.live.handshake import Row, decide, decoded
+from thinwire.strategies.live.status import ReplicaStatus, agree
 
 INT8 = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -237,7 +237,7 @@ def test_the_ranks_of_a_replica_tell_the_others_the_same() -> None:
     replica = Life(Room(), 0, 0, INT8).replica
     replica.step = 7
 
-    def standing(**second: int) -> Standing:
+    def standing(**second: int) -> ReplicaStatus:
         return agree(TwoRanks(**second), replica, connected=True, final=False, check=False)
 
     assert not standing().mixed

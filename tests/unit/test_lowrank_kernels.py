@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.simulated import normal
 from thinwire import (
     Bucket,
+    Collectives,
     Int2,
     Int4,
     Int8,
@@ -20,7 +21,6 @@ from thinwire import (
     PowerSGD,
     Program,
     Sign,
-    Steps,
     TopK,
 )
 from thinwire.kernels import library, lowrank
@@ -90,7 +90,7 @@ def test_tensors_that_do_not_fit_are_errors() -> None:
 def some_without(program: Program) -> Program:
     """Return the program, run without native code on rank 1."""
 
-    def run(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         steps, received = program(bucket, memory), None
         while True:
             with library.switched_off() if bucket.rank == 1 else nullcontext():

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thinwire
-from thinwire import Bucket, Memory, Outcome, Program, Steps
+from thinwire import Bucket, Collectives, Memory, Outcome, Program
 from thinwire.amp.loss_scale import Units
 from thinwire.codecs.codec import Parts
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -47,7 +47,7 @@ def to_owners(program: Program) -> Program:
     """As ZeRO runs a program: every rank gets the means of its own parameters."""
     owners = {name: place % RANKS for place, name in enumerate(SHAPES)}
 
-    def run(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         mean = yield from reduce_to_owners(program, bucket, Pieces.of(bucket, owners), memory)
         return Outcome(bucket.buffer, finite=finite(mean))
 
@@ -154,7 +154,7 @@ def test_fingerprints_are_gathered_where_reading_a_value_raises() -> None:
 def test_reading_a_value_does_raise() -> None:
     """Without it the tests above would show nothing."""
 
-    def reading(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def reading(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         mean = yield thinwire.AllReduce(bucket.buffer)
         return Outcome(mean if mean.isfinite().all() else bucket.buffer)
 

@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.simulated import bytes_of
-from thinwire import Bucket, Memory, OptionError, Outcome, Program, Steps
-from thinwire.bench.parsing import parse_program
-from thinwire.bench.workloads import WORKLOADS
-from thinwire.plan import load as load_module
+from thinwire import Bucket, Collectives, Memory, OptionError, Outcome, Program
 from thinwire.plan import planner as planner_module
 from thinwire.plan.candidates import DEFAULTS, PLAIN_DDP, Candidate, exchanges_of, outer_bytes
 from thinwire.plan.compute import assumed, measure, transformer_shapes
 from thinwire.plan.cost import Chunk, Compute, averaged_cost, step_cost
 from thinwire.plan.encode import Speeds
 from thinwire.plan.gaps import TRANSFORMER, Gap, Known, kind_of, shipped
-from thinwire.plan.load import Load, LoadMeter, measuring
 from thinwire.plan.network import HOST_RATE, Link, Network, Transfer
 from thinwire.plan.planner import Planner, Row
 from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import Limits, recommend
 from thinwire.plan.traffic import Layout, handed_over, traffic
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.strategies.averaging.anchors import split_evenly
+from thinwire.tools.bench import load as load_module
+from thinwire.tools.bench.load import Load, LoadMeter, measuring
+from thinwire.tools.bench.parsing import parse_program
+from thinwire.tools.bench.workloads import WORKLOADS
 
 SHAPES = {"head": torch.Size((256, 64)), "norm": torch.Size((64,)), "up": torch.Size((64, 256))}
 COMPUTE = Compute(begin=0.02, arrivals=(0.04, 0.06, 0.1), backward=0.1, optimizer=0.01)
@@ -211,7 +211,7 @@ def test_an_outline_tells_what_a_program_yields(text: str, ranks: int) -> None:
     ] == sent
 
 
-def own_program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+def own_program(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
     total = yield thinwire.AllReduce(bucket.buffer.to(torch.float64))
     return Outcome(mean=(total / bucket.world_size).to(bucket.buffer.dtype))
 
@@ -376,7 +376,7 @@ def test_thousands_of_parameters_are_laid_out_once_and_few_of_them_are_timed(
 def test_a_slow_program_is_timed_in_few_rounds_and_for_one_layout() -> None:
     calls = []
 
-    def slow_program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def slow_program(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         calls.append(bucket)
         time.sleep(0.2)
         total = yield thinwire.AllReduce(bucket.buffer)

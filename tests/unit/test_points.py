@@ -7,8 +7,8 @@ import torch
 
 from thinwire.engine.simulate import simulate
 from thinwire.errors import MismatchError
-from thinwire.strategies.averaging.points import (
-    Point,
+from thinwire.strategies.averaging.exchange_id import (
+    ExchangeId,
     any_diverged,
     compare_points,
     gather_diverged,
@@ -18,25 +18,31 @@ from thinwire.strategies.averaging.points import (
 CPU = torch.device("cpu")
 
 
-def programs(*points: Point) -> list[list[Any]]:
+def programs(*points: ExchangeId) -> list[list[Any]]:
     ranks = tuple(range(2, 2 + len(points)))
     return [[gather_points(point, ranks, CPU)] for point in points]
 
 
 def test_ranks_at_one_point_go_on() -> None:
-    for (received,) in simulate(programs(Point(8, 1), Point(8, 1), Point(8, 1))).results:
+    for (received,) in simulate(programs(ExchangeId(8, 1), ExchangeId(8, 1), ExchangeId(8, 1))).results:
         assert received.tolist() == [[8, 1]] * 3
 
 
 @pytest.mark.parametrize(
     ("points", "said"),
     [
-        ([Point(8, 0), Point(8, None)], "rank 2 averaging fragment 0 after step 8; rank 3 synchronising"),
-        ([Point(8, 0), Point(12, 0), Point(8, 0)], "ranks 2, 4 averaging fragment 0 after step 8; rank 3"),
-        ([Point(8, 0), Point(8, 1)], "rank 3 averaging fragment 1 after step 8"),
+        (
+            [ExchangeId(8, 0), ExchangeId(8, None)],
+            "rank 2 averaging fragment 0 after step 8; rank 3 synchronising",
+        ),
+        (
+            [ExchangeId(8, 0), ExchangeId(12, 0), ExchangeId(8, 0)],
+            "ranks 2, 4 averaging fragment 0 after step 8; rank 3",
+        ),
+        ([ExchangeId(8, 0), ExchangeId(8, 1)], "rank 3 averaging fragment 1 after step 8"),
     ],
 )
-def test_ranks_at_different_points_are_named(points: list[Point], said: str) -> None:
+def test_ranks_at_different_points_are_named(points: list[ExchangeId], said: str) -> None:
     with pytest.raises(MismatchError, match="different exchanges of models") as caught:
         simulate(programs(*points))
     assert said in str(caught.value)
@@ -51,6 +57,6 @@ def test_ranks_decide_alike_whether_to_bring_models_together() -> None:
 
 
 def test_a_rank_that_has_just_averaged_notices_one_that_has_taken_more_steps() -> None:
-    for other in (gather_diverged(9, True, CPU), gather_points(Point(12, 0), (0, 1), CPU)):
+    for other in (gather_diverged(9, True, CPU), gather_points(ExchangeId(12, 0), (0, 1), CPU)):
         with pytest.raises(MismatchError, match=r"rank 0 synchronising models .* after step 8; rank 1"):
             compare_points(simulate([[gather_diverged(8, False, CPU)], [other]]).results[0][0], (0, 1))

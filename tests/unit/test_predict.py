@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import thinwire
-from thinwire.bench.predict import measured_gaps, predict
-from thinwire.bench.results import Cell, Results, Track
 from thinwire.errors import StateError
 from thinwire.plan.compute import assumed
+from thinwire.tools.bench.predict import measured_gaps, predict
+from thinwire.tools.bench.results import Cell, Results, Track
 
 SHAPES = {"w": torch.Size((512, 512)), "b": torch.Size((512,))}
 

@@ -12,15 +12,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook  # no
 
 import thinwire
 import thinwire.ddp_comm_hooks.post_localSGD_hook
-from thinwire import BF16, FP16, AllReduce, Bucket, Exact, Memory, OptionError, Outcome, Program, Steps
+from thinwire import BF16, FP16, AllReduce, Bucket, Collectives, Exact, Memory, OptionError, Outcome, Program
 from thinwire import ddp_comm_hooks as own_hooks
 from thinwire.engine.agreement import Described, shown
 from thinwire.engine.simulate import simulate
-from thinwire.programs.naming import describe, short
+from thinwire.programs.description import describe, short
 from thinwire.programs.program import check_outcome, require_program
 from thinwire.programs.rules import exceptions_of
 from thinwire.strategies.gradients import Gradients, given_of
-from thinwire.strategies.schedule import Plan
+from thinwire.strategies.schedule import StagePlan
 
 vectors: SearchStrategy[list[list[float]]] = st.integers(1, 9).flatmap(
     lambda length: st.lists(
@@ -97,7 +97,7 @@ def test_a_bucket_shows_its_parameters() -> None:
 
 
 def test_programs_describe_themselves_alike_on_all_ranks() -> None:
-    def mine(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def mine(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         mean = yield AllReduce(bucket.buffer)
         return Outcome(mean)
 
@@ -106,7 +106,7 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
     assert describe(functools.partial(mine, memory=None)).endswith("mine, memory=None)")  # type: ignore[arg-type]
 
     class Opaque:
-        def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+        def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
             return mine(bucket, memory)
 
     with pytest.raises(OptionError, match=r"does not show its options, .* frozen dataclass"):
@@ -166,10 +166,10 @@ def test_a_communication_hook_is_refused_with_its_replacement(room: Any, hook: A
 
 
 def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
-    def plain(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def plain(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         return (yield from Exact()(bucket, memory))
 
-    def with_options(bucket: Bucket, memory: Memory, *, factor: float = 1) -> Steps[Outcome]:
+    def with_options(bucket: Bucket, memory: Memory, *, factor: float = 1) -> Collectives[Outcome]:
         return (yield from plain(bucket, memory))
 
     for program in (
@@ -189,7 +189,7 @@ def scaled(factor: float, by: object = None) -> Program:
     """A program from a factory."""
     calls = 0
 
-    def program(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def program(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         nonlocal calls
         calls += 1
         outcome = yield from Exact()(bucket, memory)
@@ -215,7 +215,9 @@ def test_functions_are_described_by_name_and_by_what_they_close_over() -> None:
 def of_rank(rank: Any = None, low_rank: Any = None, **others: Any) -> Any:
     local_rank, node_rank = others.get("local_rank"), others.get("node_rank")
 
-    def program(bucket: Bucket, memory: Memory, factor: float = 1.0, *, keep: Any = 1) -> Steps[Outcome]:
+    def program(
+        bucket: Bucket, memory: Memory, factor: float = 1.0, *, keep: Any = 1
+    ) -> Collectives[Outcome]:
         used = (rank, low_rank, local_rank, node_rank, factor, keep)
         assert used
         return (yield from Exact()(bucket, memory))
@@ -244,7 +246,7 @@ def test_default_arguments_are_options() -> None:
     def made(factor: float, block: int) -> Any:
         def program(
             bucket: Bucket, memory: Memory, by: float = factor, *, size: int = block, held: Any = thing
-        ) -> Steps[Outcome]:
+        ) -> Collectives[Outcome]:
             return (yield from Exact()(bucket, memory))
 
         return program
@@ -273,30 +275,13 @@ def test_two_functions_of_one_factory_are_two_programs() -> None:
 def test_a_state_resumes_the_stage_that_was_running_among_those_that_look_alike() -> None:
     kept = object()
     one, other = scaled(2.0, kept), scaled(2.0, kept)
-    plan = Plan(thinwire.Schedule({0: one, 5: other}))
+    plan = StagePlan(thinwire.Schedule({0: one, 5: other}))
     first, second = plan.saved(describe(one), 3), plan.saved(describe(one), 7)
     assert first is not None
     assert given_of(first) is one
     assert second is not None
     assert given_of(second) is other
     assert plan.saved("Exact()", 7) is None
-
-
-def test_states_of_earlier_versions_name_their_program() -> None:
-    old = thinwire.ErrorFeedback(thinwire.Gathered(thinwire.LargestEntries(ratio=0.01, block=1024)))
-    for now, before in (
-        (thinwire.TopK(), old),
-        (thinwire.TopK(ratio=0.01), old),
-        (thinwire.Warmup(thinwire.TopK(), steps=3), thinwire.Warmup(old, steps=3)),
-        (thinwire.DiLoCo(4, program=thinwire.TopK()), thinwire.DiLoCo(4, program=old)),
-    ):
-        assert describe(now) != describe(before)
-        plan = Plan(now)
-        known = plan.known("warn")
-        assert given_of(known[describe(before)]) is now
-        assert plan.saved(describe(before), 0) is known[describe(before)]
-        assert list(known)[-1] == describe(now)
-    assert list(Plan(thinwire.Int8()).known("warn")) == [describe(thinwire.Int8())]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated import normal
-from thinwire import Bucket, Memory, Outcome, PowerSGD, Program, Steps
+from thinwire import Bucket, Collectives, Memory, Outcome, PowerSGD, Program
 from thinwire.programs.reproducible import bases_of, product
 from thinwire.testing import SimulatedRanks
 
@@ -44,7 +44,7 @@ def backwards(terms: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def on_unlike_hosts(program: Program) -> Program:
-    def run(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         steps, received = program(bucket, memory), None
         while True:
             with OtherHost() if bucket.rank == 1 else nullcontext():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from thinwire import StateError
-from thinwire.bench.grid import Grid
-from thinwire.bench.results import Cell, Results, Track, plain
+from thinwire.tools.bench.grid import Grid
+from thinwire.tools.bench.results import Cell, Results, Track, plain
 
 TRACK = Track("DDP", "ddp", "", step_seconds=[1.0, 2.0], losses=[(0, 4.0), (2, 3.0)], peak_memory=5)
 

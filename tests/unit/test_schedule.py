@@ -17,7 +17,7 @@ def deal(
         if arrived < len(stages) and hurry.random() < 0.5:
             assert agenda.arrive() == arrived
             if arrived in waits:
-                agenda.part()
+                agenda.barrier()
             arrived += 1
         if arrived == len(stages) and hurry.random() < 0.5:
             agenda.close()

@@ -15,6 +15,7 @@ from thinwire import (
     Bucket,
     Cast,
     Codec,
+    Collectives,
     ErrorFeedback,
     Exact,
     Float8,
@@ -26,7 +27,6 @@ from thinwire import (
     Program,
     Quantize,
     SignBits,
-    Steps,
     TwoShot,
     Warmup,
 )
@@ -57,7 +57,7 @@ class Plain:
 
     program: Program
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         return (yield from self.program(bucket, memory))
 
 
@@ -119,7 +119,7 @@ def test_folded_residuals_are_those_that_a_program_reports(
 def without_kernels(program: Program, ranks: set[int]) -> Program:
     """A program that runs without native code on some ranks."""
 
-    def run(bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         steps, received = program(bucket, memory), None
         while True:
             with switched_off() if bucket.rank in ranks else nullcontext():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from thinwire.checkpoint.optimizer_state import joined, mark_owned, merged
-from thinwire.engine.ops import Collective, Steps
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.simulate import simulate
 from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.optim import ZeroRedundancyOptimizer
@@ -138,7 +138,7 @@ def test_states_arrive_as_they_are_in_batches(to: int) -> None:
     assert max(tensors) <= 120, "no more than a batch of 64 bytes or the largest tensor at a time"
 
 
-def recording(steps: Steps[Any], sizes: list[int]) -> Steps[Any]:
+def recording(steps: Collectives[Any], sizes: list[int]) -> Collectives[Any]:
     received: Any = None
     while True:
         try:
@@ -160,7 +160,7 @@ class Odd:
 def test_what_cannot_travel_is_refused_on_every_rank(state: dict[Any, Any], reason: str) -> None:
     failures = []
 
-    def guarded(own: dict[Any, Any], rank: int) -> Steps[None]:
+    def guarded(own: dict[Any, Any], rank: int) -> Collectives[None]:
         try:
             yield from collect(own, rank, 2, 0, CPU)
         except StateError as error:

@@ -11,11 +11,11 @@ from thinwire import (
     Await,
     Broadcast,
     Bucket,
+    Collectives,
     Memory,
     ProgramError,
     Reduce,
     ReduceScatter,
-    Steps,
 )
 from thinwire.engine.order import order
 from thinwire.engine.simulate import exchange, simulate
@@ -76,7 +76,7 @@ def test_programs_of_unequal_length_run_in_the_static_order(size: int, buckets: 
 
 
 def test_ranks_that_part_ways_are_caught() -> None:
-    def rank_dependent(rank: int) -> Steps[torch.Tensor]:
+    def rank_dependent(rank: int) -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(2 + rank))
         return torch.zeros(1)
 
@@ -85,7 +85,7 @@ def test_ranks_that_part_ways_are_caught() -> None:
     ):
         simulate([[rank_dependent(0)], [rank_dependent(1)]])
 
-    def early(rank: int) -> Steps[torch.Tensor]:
+    def early(rank: int) -> Collectives[torch.Tensor]:
         if rank:
             yield AllReduce(torch.zeros(2))
         return torch.zeros(1)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.models import equal, flat_parameters
-from thinwire.ddp.skip_overflows import Skipping
+from thinwire.step.skip_overflows import Skipping
 
 MADE: list[Callable[[Any], Optimizer]] = [
     lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from thinwire.bench.advice import advise
-from thinwire.bench.results import Cell, Track
-from thinwire.bench.summary import elapsed, loss_at, rows, steps_to
+from thinwire.tools.bench.advice import advise
+from thinwire.tools.bench.results import Cell, Track
+from thinwire.tools.bench.summary import elapsed, loss_at, rows, steps_to
 
 STEPS = 12
 FIRST_GRADIENT, OPTIMIZER = 0.07, 0.03

@@ -1,4 +1,4 @@
-"""The private members of GradScaler, in one place. `private` reads them, see `thinwire._torch`.
+"""The private members of GradScaler, in one place. `private` reads them, see `thinwire.version`.
 
 | name | purpose | since |
 |---|---|---|
@@ -16,7 +16,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from thinwire._torch import private
+from thinwire.version import private
 
 SUPPORTS_SCALING = "_step_supports_amp_scaling"
 """The attribute of an optimizer that a GradScaler reads at the beginning of each step."""

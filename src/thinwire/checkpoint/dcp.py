@@ -16,7 +16,7 @@ import torch.distributed as dist
 from thinwire.checkpoint.rank_keys import choose, place_of, rank_key
 from thinwire.checkpoint.trees import copied
 from thinwire.errors import StateError
-from thinwire.programs.names import original_name
+from thinwire.programs.parameter_names import original_name
 
 
 class _Stateful(Protocol):

@@ -161,7 +161,7 @@ class BlockCodec(Codec):
         return None
 
     @property
-    def kept_as(self) -> tuple[torch.dtype, ...] | None:
+    def part_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """Dtypes of the parts if they differ from those that `encode_blocks` returns, else None."""
         return None
 
@@ -182,7 +182,7 @@ class BlockCodec(Codec):
         """Write the encoded numbers to a matrix with one block per row.
 
         Args:
-            parts: The result of `encode_blocks`, in the dtypes of `kept_as`.
+            parts: The result of `encode_blocks`, in the dtypes of `part_dtypes`.
             out: A float32 matrix. Overwrite all of it.
         """
 
@@ -215,7 +215,7 @@ class BlockCodec(Codec):
         count, width = self._shape(flat.numel())
         scales = flat.new_empty((count, 1))
         row = width * native_blocks.bits_of(kernel) // 8
-        codes = flat.new_empty((count, row), dtype=self.kept_as[-1] if self.kept_as else torch.uint8)
+        codes = flat.new_empty((count, row), dtype=self.part_dtypes[-1] if self.part_dtypes else torch.uint8)
         native_blocks.encode(kernel, width, [flat], None, 1.0, None, scales, codes)
         return scales, codes
 
@@ -243,7 +243,7 @@ class BlockCodec(Codec):
             if piece.numel() % width:
                 self.correct_padded(tuple(part[-1] for part in parts), piece.numel() % width, width)
             if not whole:
-                dtypes = self.kept_as or tuple(part.dtype for part in parts)
+                dtypes = self.part_dtypes or tuple(part.dtype for part in parts)
                 whole = [
                     part.new_empty((count, *part.shape[1:]), dtype=dtype)
                     for part, dtype in zip(parts, dtypes, strict=True)
@@ -254,7 +254,7 @@ class BlockCodec(Codec):
 
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Decode block by block into `into`, and return it."""
-        flat = room_of(into)
+        flat = scratch_of(into)
         kernel = self._native(flat, parts)
         if kernel is not None:
             scales, codes = parts
@@ -267,7 +267,7 @@ class BlockCodec(Codec):
 
     def add(self, parts: Parts, into: torch.Tensor, weight: float = 1.0) -> None:
         """Add `weight` times the encoded numbers, chunk by chunk while they are in the cache."""
-        flat = room_of(into)
+        flat = scratch_of(into)
         kernel = self._native(flat, parts)
         if kernel is not None:
             scales, codes = parts
@@ -328,7 +328,7 @@ def numbers_of(x: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
 
 
-def room_of(into: torch.Tensor) -> torch.Tensor:
+def scratch_of(into: torch.Tensor) -> torch.Tensor:
     """Return a flat view of `into` to write to. Raise OptionError unless it is contiguous."""
     if not into.is_contiguous():
         raise OptionError(
@@ -349,7 +349,7 @@ def reseeded(codec: Some, *words: object) -> Some:
     return changed
 
 
-def room_like(x: torch.Tensor) -> torch.Tensor:
+def scratch_like(x: torch.Tensor) -> torch.Tensor:
     """Return an uninitialised float32 tensor of this shape, valid until the next call in this thread.
 
     On a CPU all calls share one buffer, because allocating costs more than the computation does.

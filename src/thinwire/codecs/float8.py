@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.scales import scale_of
 from thinwire.errors import OptionError
 
@@ -61,7 +61,7 @@ class Float8(BlockCodec):
         """Return scales and codes."""
         dtype = _FORMATS[self.variant]
         scale, inverse = scale_of(x, torch.finfo(dtype).max)
-        return scale, torch.mul(x, inverse, out=room_like(x)).to(dtype).view(torch.uint8)
+        return scale, torch.mul(x, inverse, out=scratch_like(x)).to(dtype).view(torch.uint8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.checks import check_block, check_seed, is_whole
-from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.scales import TINY, scale_of
 from thinwire.errors import OptionError
 
@@ -63,7 +63,7 @@ class Quantize(BlockCodec):
         return None if self.affine or self.stochastic else f"int{self.bits}"
 
     @property
-    def kept_as(self) -> tuple[torch.dtype, ...] | None:
+    def part_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """Dtypes of scales and codes: `encode_blocks` leaves 8-bit codes as rounded float32."""
         scales = (torch.float32, torch.float32) if self.affine else (torch.float32,)
         return (*scales, torch.uint8 if self.affine else torch.int8)
@@ -75,10 +75,10 @@ class Quantize(BlockCodec):
             levels = 2**self.bits - 1
             scale = (x.amax(1, keepdim=True) - low) / levels
             inverse = torch.where(scale * levels > TINY, 1 / scale, 0.0)
-            codes = self._rounded(torch.sub(x, low, out=room_like(x)).mul_(inverse)).clamp_(0, levels)
+            codes = self._rounded(torch.sub(x, low, out=scratch_like(x)).mul_(inverse)).clamp_(0, levels)
             return scale, low, self._packed(codes, torch.uint8)
         scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
-        return scale, self._packed(self._rounded(torch.mul(x, inverse, out=room_like(x))), torch.int8)
+        return scale, self._packed(self._rounded(torch.mul(x, inverse, out=scratch_like(x))), torch.int8)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale, and add the offset if affine."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.scales import sums_of
 
 
@@ -56,7 +56,7 @@ class SignBits(BlockCodec):
         packed = signs.new_zeros(x.shape[0], x.shape[1] // 8)
         for bit, eighth in enumerate(signs.chunk(8, dim=1)):
             packed.add_(eighth, alpha=1 << bit)
-        return sums_of(torch.abs(x, out=room_like(x))).div(x.shape[1]), packed
+        return sums_of(torch.abs(x, out=scratch_like(x))).div(x.shape[1]), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write plus or minus the magnitude."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, room_like
+from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.magnitudes import two_means
 
 _THRESHOLD = 1.21
@@ -57,7 +57,7 @@ class TwoMagnitudes(BlockCodec):
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return magnitudes and packed codes: bits 2i and 2i + 1 of the bytes hold the i-th quarter."""
-        magnitudes = torch.abs(x, out=room_like(x))
+        magnitudes = torch.abs(x, out=scratch_like(x))
         low, high, large = two_means(magnitudes, _THRESHOLD)
         codes = large.view(torch.uint8).mul(2).add_((x < 0).view(torch.uint8))
         packed = codes.new_zeros(x.shape[0], x.shape[1] // 4)

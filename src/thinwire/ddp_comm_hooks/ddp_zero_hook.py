@@ -42,11 +42,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.amp.loss_scale import check_no_scaler
-from thinwire.ddp.internals import has_rebuilt_buckets, in_backward
-from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks.default_hooks import Hook
 from thinwire.engine.blocking import run_abreast
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.models.ddp.internals import has_rebuilt_buckets, in_backward
+from thinwire.models.ddp.reducer import check_bucket
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
 from thinwire.strategies.zero.parameters import share

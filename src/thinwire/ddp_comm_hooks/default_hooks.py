@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.cast import Cast
-from thinwire.ddp.lookup import run_program
-from thinwire.ddp.reducer import check_bucket
 from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.ddp_comm_hooks._python_reducer import average_gradient
+from thinwire.models.ddp.lookup import run_program
+from thinwire.models.ddp.reducer import check_bucket
 from thinwire.programs.allreduce import Exact, Reduced
 
 __all__ = [

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.cast import Cast
-from thinwire.ddp.internals import (
+from thinwire.models.ddp.internals import (
     free_low_precision,
     is_ignored,
     queue_callback,
     remove_mixed_precision_hook,
     to_full_precision,
 )
-from thinwire.ddp.lookup import run_program
-from thinwire.ddp.reducer import check_bucket
+from thinwire.models.ddp.lookup import run_program
+from thinwire.models.ddp.reducer import check_bucket
 from thinwire.programs.allreduce import Exact
 
 

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.amp.loss_scale import check_no_scaler
-from thinwire.ddp.internals import (
+from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
+from thinwire.errors import OptionError
+from thinwire.models.ddp.internals import (
     after_ddp_finishes,
     in_backward,
     in_backward_optimizers,
     skip_in_backward_set_up,
     steps_in_backward,
 )
-from thinwire.ddp.reducer import check_bucket
-from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
-from thinwire.errors import OptionError
+from thinwire.models.ddp.reducer import check_bucket
 from thinwire.options import unwrapped
 from thinwire.strategies.zero.partial_step import gradients_in, step_some
 

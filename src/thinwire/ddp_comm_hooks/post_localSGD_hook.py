@@ -37,10 +37,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import check_whole
-from thinwire.ddp.lookup import reducer_of, run_program
-from thinwire.ddp.reducer import Reducer, check_bucket
 from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError
+from thinwire.models.ddp.lookup import reducer_of, run_program
+from thinwire.models.ddp.reducer import Reducer, check_bucket
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
@@ -170,7 +170,7 @@ def post_localSGD_hook(  # noqa: N802 - torch's name
 def _node_of(reducer: Reducer) -> tuple[int, ...]:
     """Return this node's ranks. The first call is collective."""
     if reducer not in _nodes:
-        _nodes[reducer] = ranks_on_this_node(reducer.communicator.meeting, reducer.communicator.limit)
+        _nodes[reducer] = ranks_on_this_node(reducer.communicator.rendezvous, reducer.communicator.limit)
     return _nodes[reducer]
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import MismatchError, ThinwireError
 from thinwire.version import __version__
 
@@ -72,12 +72,12 @@ def set_up_of(
     }
 
 
-def agree_on(set_up: SetUp, meeting: Meeting, limit: timedelta, topic: str = _ATTACH) -> None:
+def agree_on(set_up: SetUp, rendezvous: StoreRendezvous, limit: timedelta, topic: str = _ATTACH) -> None:
     """Compare set-ups; every rank must call it.
 
     Args:
         set_up: This rank's texts, by subject.
-        meeting: The ranks to compare with.
+        rendezvous: The ranks to compare with.
         limit: How long to wait for them.
         topic: The name of the call, for errors.
 
@@ -86,21 +86,21 @@ def agree_on(set_up: SetUp, meeting: Meeting, limit: timedelta, topic: str = _AT
         WireError: A rank did not call it in time.
     """
     full = full_texts(set_up)
-    digests = meeting.gather(topic, hashlib.sha256(json.dumps(full).encode()).hexdigest(), limit)
+    digests = rendezvous.gather(topic, hashlib.sha256(json.dumps(full).encode()).hexdigest(), limit)
     if len(set(digests)) == 1:
         return
     text = json.dumps(texts_of(set_up))
-    set_ups = [json.loads(story) for story in meeting.gather(topic + _IN_FULL, text, limit)]
+    set_ups = [json.loads(story) for story in rendezvous.gather(topic + _IN_FULL, text, limit)]
     failures = [
-        f"rank {meeting.ranks[rank]} raised: {each[_FAILED]}"
+        f"rank {rendezvous.ranks[rank]} raised: {each[_FAILED]}"
         for rank, each in enumerate(set_ups)
         if _FAILED in each
     ]
     if failures:
         raise MismatchError("; ".join(failures))
     raise MismatchError(
-        f"ranks are set up differently: {differences_text(set_ups, meeting.text)}. Give every rank the same"
-        " program, options, model and versions"
+        f"ranks are set up differently: {differences_text(set_ups, rendezvous.text)}. Every rank needs"
+        " the same program, options, model and versions"
     )
 
 
@@ -133,19 +133,21 @@ def differences_text(set_ups: Sequence[Mapping[str, str]], whose: Callable[[list
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
-def decline(reason: str, meeting: Meeting, topic: str = _ATTACH) -> None:
+def decline(reason: str, rendezvous: StoreRendezvous, topic: str = _ATTACH) -> None:
     """Post a failure in place of `agree_on`, so that the other ranks raise at once instead of waiting."""
     text = json.dumps({_FAILED: reason})
-    meeting.post(topic, text)
-    meeting.post(topic + _IN_FULL, text)
+    rendezvous.post(topic, text)
+    rendezvous.post(topic + _IN_FULL, text)
 
 
 @contextlib.contextmanager
-def agreeing(meeting: Meeting, limit: timedelta, topic: str) -> Iterator[dict[str, str | Described]]:
+def agreeing(
+    rendezvous: StoreRendezvous, limit: timedelta, topic: str
+) -> Iterator[dict[str, str | Described]]:
     """Run a block on all ranks, so that all of them raise if one does. Every rank must enter it.
 
     Args:
-        meeting: The ranks.
+        rendezvous: The ranks.
         limit: How long to wait for them.
         topic: The operation's name, for error messages.
 
@@ -161,9 +163,9 @@ def agreeing(meeting: Meeting, limit: timedelta, topic: str) -> Iterator[dict[st
         yield agreed
     except Exception as error:
         known = isinstance(error, ThinwireError)
-        decline(str(error) if known else f"{type(error).__name__}: {error}", meeting, topic)
+        decline(str(error) if known else f"{type(error).__name__}: {error}", rendezvous, topic)
         raise
-    agree_on(agreed, meeting, limit, topic)
+    agree_on(agreed, rendezvous, limit, topic)
 
 
 def _differences(set_ups: Sequence[Mapping[str, str]], whose: Callable[[list[int]], str]) -> list[str]:

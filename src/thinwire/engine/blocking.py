@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from thinwire.engine.borrowed_group import AnyGroup, BorrowedGroup
-from thinwire.engine.ops import Await, Collective, Steps
+from thinwire.engine.ops import Await, Collective, Collectives
 from thinwire.engine.pending import Pending
 from thinwire.errors import ThinwireError, WireError
 
 Result = TypeVar("Result")
 
 
-def run_blocking(steps: Steps[Result], group: AnyGroup) -> Result:
+def run_blocking(steps: Collectives[Result], group: AnyGroup) -> Result:
     """Run a program to its end over the ranks of `group`, all of which must call this.
 
     A group of one uses no network. On an accelerator, results are ordered on the current stream, and the host
@@ -57,7 +57,7 @@ def run_blocking(steps: Steps[Result], group: AnyGroup) -> Result:
         steps.close()
 
 
-def run_abreast(programs: Iterable[Steps[None]], group: AnyGroup, width: int = 2) -> None:
+def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup, width: int = 2) -> None:
     """Run many short programs over the ranks of `group`, with up to `width` of them in flight.
 
     The order of collectives depends on the order of the programs alone. Each turn waits for the oldest
@@ -78,7 +78,7 @@ def run_abreast(programs: Iterable[Steps[None]], group: AnyGroup, width: int = 2
     waiting = iter(programs)
     in_flight: deque[_Turn] = deque()
 
-    def resume(steps: Steps[None], received: Any) -> None:
+    def resume(steps: Collectives[None], received: Any) -> None:
         try:
             op = steps.send(received)
         except StopIteration:
@@ -101,7 +101,7 @@ def run_abreast(programs: Iterable[Steps[None]], group: AnyGroup, width: int = 2
 class _Turn:
     """A program and its collective in flight."""
 
-    def __init__(self, steps: Steps[Any], op: Collective | Await, communicator: BorrowedGroup) -> None:
+    def __init__(self, steps: Collectives[Any], op: Collective | Await, communicator: BorrowedGroup) -> None:
         self.steps, self._op, self._communicator = steps, op, communicator
         self._started = time.perf_counter()
         try:

@@ -21,7 +21,7 @@ from thinwire.engine.ops import (
 )
 from thinwire.engine.pending import Arrived, Issued, Pending, PendingFuture
 from thinwire.engine.process_group import gather_options, global_ranks
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.engine.simulate import deliver
 from thinwire.errors import ProgramError
 
@@ -78,8 +78,8 @@ class BorrowedGroup:
 
     def __init__(self, group: AnyGroup, limit: timedelta = _LIMIT) -> None:
         self.limit = limit
-        self.roll_call = _NO_TIME
-        self.meeting: Meeting | None = None
+        self.report_limit = _NO_TIME
+        self.rendezvous: StoreRendezvous | None = None
         self._group = group
 
     @property

@@ -6,7 +6,7 @@ from typing import Protocol
 from thinwire.engine.messages import Turn
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.pending import Pending
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import WireError
 
 
@@ -34,11 +34,11 @@ class Communicator(Protocol):
         """The time within which a failure is raised."""
 
     @property
-    def roll_call(self) -> timedelta:
+    def report_limit(self) -> timedelta:
         """The part of `limit` that is kept for collecting the other ranks' reports of a failure."""
 
     @property
-    def meeting(self) -> Meeting | None:
+    def rendezvous(self) -> StoreRendezvous | None:
         """The ranks' store, through which they report failures, or None without one."""
 
     def in_any_order(self, op: Collective) -> bool:

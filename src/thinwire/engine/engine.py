@@ -21,10 +21,10 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.failure import world_ranks
 from thinwire.engine.futures import Result, at_work
 from thinwire.engine.meter import GRADIENTS, Meter, Stats, StepTrace
-from thinwire.engine.ops import Steps
-from thinwire.engine.runs import Run, Step
+from thinwire.engine.ops import Collectives
 from thinwire.engine.scheduler import Scheduler
 from thinwire.engine.streams import SideStream
+from thinwire.engine.task import EngineStep, Task
 from thinwire.errors import ThinwireError, WireError
 
 _JOIN_SECONDS = 1.0
@@ -58,18 +58,25 @@ class Engine:
         self.meter = meter or Meter()
         self._communicator = communicator
         self._purpose = purpose
+        self._device = device
         self._inline = device.type != "cpu" if inline is None else inline
         self._side_stream = SideStream(device)
         self._scheduler = Scheduler(communicator, self.meter, device.type)
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: advance, False: stop
         self._thread: threading.Thread | None = None
         self._end: Callable[[], object] | None = None
-        self._open: Step | None = None
-        self._ended: Step | None = None
+        self._open: EngineStep | None = None
+        self._ended: EngineStep | None = None
         self._closed = False
 
     def submit(
-        self, program: Steps[torch.Tensor], *, step: int, label: object, last: bool, instead: torch.Tensor
+        self,
+        program: Collectives[torch.Tensor],
+        *,
+        step: int,
+        label: object,
+        last: bool,
+        instead: torch.Tensor,
     ) -> Result:
         """Start a program.
 
@@ -97,7 +104,7 @@ class Engine:
         self._scheduler.raise_error()
         with at_work():
             current = self._current_step(step)
-            run = Run(program, label, last, current, instead, partial(_awaited, weakref.ref(self), current))
+            run = Task(program, label, last, current, instead, partial(_awaited, weakref.ref(self), current))
             if last:
                 self._ended, self._open = run.step, None
             if self._side_stream.separate:
@@ -106,11 +113,35 @@ class Engine:
             self._move()
         return run.future
 
-    def hurry(self, step: Step) -> None:
+    def run(self, program: Collectives[torch.Tensor], *, step: int, label: object) -> torch.Tensor:
+        """Run a program between backward passes, after those already submitted, and wait for all of them.
+
+        Args:
+            program: The generator that yields collectives. It ends the open step, or is a step of its own.
+            step: The step's number in the meter.
+            label: The program's name in errors.
+
+        Returns:
+            The program's result.
+
+        Raises:
+            WireError: The engine is closed, or a collective failed.
+            ProgramError: A program failed.
+        """
+        instead = torch.zeros(0, dtype=torch.float32, device=self._device)
+        with at_work():
+            future = self.submit(program, step=step, label=label, last=True, instead=instead)
+            # Guarded, a failure is raised here by `settle`, with its type, and not by the future.
+            self.guard()
+            self.settle()
+            result: torch.Tensor = future.wait()
+        return result
+
+    def hurry(self, step: EngineStep) -> None:
         """Run the open step's programs so far to their ends before any that are submitted later."""
         if step is self._open and step.thread == threading.get_ident():
             with at_work():
-                self._scheduler.part(step)
+                self._scheduler.barrier(step)
                 self._move()
 
     @property
@@ -124,11 +155,11 @@ class Engine:
         return self._scheduler.error is not None
 
     @property
-    def latest(self) -> Step | None:
+    def latest(self) -> EngineStep | None:
         """The step that ended last, or None once it has been settled."""
         return self._ended
 
-    def guard(self, step: Step | None = None) -> None:
+    def guard(self, step: EngineStep | None = None) -> None:
         """Declare that `settle` will be called before the results of a step are used.
 
         Programs of the step that fail then complete their futures with harmless values, and `settle` raises.
@@ -146,7 +177,7 @@ class Engine:
             step.awaited_since = time.perf_counter()
         self.check()
 
-    def settle(self, step: Step | None = None) -> None:
+    def settle(self, step: EngineStep | None = None) -> None:
         """Wait until a step is done.
 
         Args:
@@ -218,11 +249,11 @@ class Engine:
                 self._scheduler.latest_arrival = time.monotonic()  # an inline step may have waited long
                 self._scheduler.lock.release()
 
-    def _current_step(self, number: int) -> Step:
+    def _current_step(self, number: int) -> EngineStep:
         if self._open is None:
             communicator = self._communicator
             trace = StepTrace(number, communicator.rank, communicator.size, self._purpose)
-            self._open = Step(trace)
+            self._open = EngineStep(trace)
         return self._open
 
     def _start_thread(self) -> None:
@@ -250,7 +281,7 @@ def _end(thread: threading.Thread, inbox: "queue.SimpleQueue[bool]", scheduler: 
     scheduler.communicator.close()
 
 
-def _awaited(engine: "weakref.ref[Engine]", step: Step) -> None:
+def _awaited(engine: "weakref.ref[Engine]", step: EngineStep) -> None:
     """React to a wait for a future of this step, without keeping the engine alive."""
     if (living := engine()) is not None:
         living.hurry(step)

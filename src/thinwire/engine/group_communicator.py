@@ -11,11 +11,11 @@ from thinwire.engine.messages import Mailbox, Messaged, Turn, cut
 from thinwire.engine.ops import Await, Collective, Exchange
 from thinwire.engine.pending import Arrived, Pending, PendingFuture
 from thinwire.engine.process_group import HiddenGroup, new_group, on_gloo, time_limit
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.engine.simulate import deliver
 from thinwire.errors import ProgramError, WireError
 
-_ROLL_CALL = timedelta(seconds=3)
+_REPORT_LIMIT = timedelta(seconds=3)
 
 
 class GroupCommunicator:
@@ -27,16 +27,16 @@ class GroupCommunicator:
     Args:
         parent: The ranks to communicate with.
         limit: The time within which a failure is raised. None takes that of `parent`. A part of it,
-            `roll_call`, is kept for collecting the other ranks' reports of the failure, and collectives time
-            out before it begins.
+            `report_limit`, is kept for collecting the other ranks' reports of the failure, and collectives
+            time out before it begins.
     """
 
     def __init__(self, parent: dist.ProcessGroup, limit: timedelta | None = None) -> None:
-        self.meeting = Meeting(parent, limit)
+        self.rendezvous = StoreRendezvous(parent, limit)
         self.rank = parent.rank()
         self.size = parent.size()
         self.limit = limit or time_limit(parent)
-        self.roll_call = min(_ROLL_CALL, self.limit / 5)
+        self.report_limit = min(_REPORT_LIMIT, self.limit / 5)
         self._parent = parent
         self._name = ""
         self._group: dist.ProcessGroup | None = None
@@ -49,11 +49,11 @@ class GroupCommunicator:
         """Make the process group. Later calls do nothing."""
         if self.size == 1 or self._group is not None:
             return
-        self._name = f"thinwire_{self.meeting.count('group')}"
+        self._name = f"thinwire_{self.rendezvous.count('group')}"
         hidden = self._connect_hidden(range(self.size), self._name)
         self._group = hidden.group
         self._on_gloo = on_gloo(hidden.group)
-        self.meeting = Meeting(hidden.group, self.limit, hidden.store)
+        self.rendezvous = StoreRendezvous(hidden.group, self.limit, hidden.store)
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Make a process group of some of the ranks, this one among them, for the caller to keep.
@@ -69,7 +69,7 @@ class GroupCommunicator:
         Raises:
             NotConnectedError: A member did not connect in time.
         """
-        return self._connect(ranks, f"thinwire_subgroup_{self.meeting.count('subgroup')}_from_{ranks[0]}")
+        return self._connect(ranks, f"thinwire_subgroup_{self.rendezvous.count('subgroup')}_from_{ranks[0]}")
 
     def abort(self) -> None:
         """Fail all collectives in flight at once, on this rank and the others. Only Gloo can do so."""
@@ -139,16 +139,16 @@ class GroupCommunicator:
         return hidden
 
     def _connect(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        meeting, limit = self.meeting, self.limit - self.roll_call
+        rendezvous, limit = self.rendezvous, self.limit - self.report_limit
         try:
-            return meeting.within(
-                self.limit, lambda: new_group(self._parent, ranks, name, meeting.store, limit)
+            return rendezvous.within(
+                self.limit, lambda: new_group(self._parent, ranks, name, rendezvous.store, limit)
             )
         except WireError:
             raise
         except RuntimeError as error:
             failure = error
-        meeting.ask(lambda store: store.check([name]), self.roll_call)  # raises if the store has failed
+        rendezvous.ask(lambda store: store.check([name]), self.report_limit)  # raises if the store has failed
         raise NotConnectedError(
-            f"rank {meeting.ranks[self.rank]} could not connect to {meeting.text(ranks)}: {failure}"
+            f"rank {rendezvous.ranks[self.rank]} could not connect to {rendezvous.text(ranks)}: {failure}"
         ) from failure

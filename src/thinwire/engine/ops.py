@@ -210,11 +210,11 @@ class Await:
 
 
 Result = TypeVar("Result")
-Steps: TypeAlias = Generator[Collective | Await, Any, Result]
+Collectives: TypeAlias = Generator[Collective | Await, Any, Result]
 """A running program, which yields collectives, receives their results, and returns its own."""
 
 
-def among(ranks: tuple[int, ...], steps: Steps[Result]) -> Steps[Result]:
+def among(ranks: tuple[int, ...], steps: Collectives[Result]) -> Collectives[Result]:
     """Run a program among some of the ranks only.
 
     Args:

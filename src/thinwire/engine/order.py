@@ -65,7 +65,7 @@ class Agenda:
         self.again(bucket, 0)
         return bucket
 
-    def part(self) -> None:
+    def barrier(self) -> None:
         """Deal all turns of the buckets that have arrived before those of later buckets.
 
         All ranks must call it between the same two buckets, so that the order stays the same on all.

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 
-from thinwire._torch import private
 from thinwire.errors import AttachError
+from thinwire.version import private
 
 
 def new_group(

@@ -30,8 +30,8 @@ _FAILED = "thinwire/failed"
 """The key that exists once a rank has reported a failure."""
 
 
-class Meeting:
-    """A meeting point of one process group's ranks, where they exchange short texts.
+class StoreRendezvous:
+    """A rendezvous point of one process group's ranks, where they exchange short texts.
 
     Args:
         group: The process group.

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from thinwire.engine.communicator import Communicator, NotConnectedError
-from thinwire.engine.failure import CAUSE, report, roll_call, world_ranks
+from thinwire.engine.failure import CAUSE, report, unresponsive, world_ranks
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.profiling import span, stage_name
-from thinwire.engine.runs import Run, Step, anew
+from thinwire.engine.task import EngineStep, Task, anew
 from thinwire.errors import ProgramError, ThinwireError, WireError
 
 
 class _LostError(Exception):
     """A collective that failed because a peer, or the network, is gone."""
 
-    def __init__(self, run: Run, waited: float, reason: str) -> None:
+    def __init__(self, run: Task, waited: float, reason: str) -> None:
         super().__init__(reason)
         self.run = run
         self.waited = waited
@@ -44,8 +44,8 @@ class Scheduler:
         self.latest_arrival = 0.0
         self._meter = meter
         self._device_type = device_type
-        self._arriving: collections.deque[Run | Step] = collections.deque()
-        self._step: Step | None = None
+        self._arriving: collections.deque[Task | EngineStep] = collections.deque()
+        self._step: EngineStep | None = None
         self._stages: dict[int, int] = {}
         """The number of collectives of each bucket in its latest step, for the names of ranges."""
         self._hanging_up: threading.Thread | None = None
@@ -65,12 +65,12 @@ class Scheduler:
         """True while a step is running."""
         return self._step is not None
 
-    def add(self, run: Run) -> None:
+    def add(self, run: Task) -> None:
         """Queue a program. The lock is not needed."""
         self.latest_arrival = time.monotonic()
         self._arriving.append(run)
 
-    def part(self, step: Step) -> None:
+    def barrier(self, step: EngineStep) -> None:
         """Run a step's queued programs to their ends before later ones. The lock is not needed."""
         self._arriving.append(step)
 
@@ -93,7 +93,9 @@ class Scheduler:
         if interrupt is not None:
             raise interrupt
 
-    def _attempt(self, step: Step, wait: bool) -> tuple[bool, ThinwireError | None, BaseException | None]:
+    def _attempt(
+        self, step: EngineStep, wait: bool
+    ) -> tuple[bool, ThinwireError | None, BaseException | None]:
         """Take turns; return whether a turn would block, the failure, and the interrupt.
 
         The caller handles failures. An exception raised inside an `except` block refers to the one being
@@ -110,14 +112,14 @@ class Scheduler:
             return False, WireError(f"interrupted by {type(error).__name__}: {error}"), error
         return False, self._explain(lost, step), None
 
-    def _admit(self) -> Step | None:
+    def _admit(self) -> EngineStep | None:
         """Admit the queued programs of the running step, or begin the next step; return the step, if any."""
         if self._step is None and self._arriving:
             self._step = self._arriving[0].step
         while self._arriving and self._arriving[0].step is self._step:
             run = self._arriving.popleft()
-            if isinstance(run, Step):
-                run.agenda.part()
+            if isinstance(run, EngineStep):
+                run.agenda.barrier()
                 continue
             run.step.runs.append(run)
             run.step.agenda.arrive()
@@ -175,14 +177,14 @@ class Scheduler:
         if self._hanging_up is not None:
             self._hanging_up.join(seconds)
 
-    def _take_turns(self, step: Step, wait: bool) -> bool:
+    def _take_turns(self, step: EngineStep, wait: bool) -> bool:
         """Take the step's turns; return whether it stopped because a collective is still in flight."""
         stuck = self._take_turns_in_order(step, wait)
         while self._take_early_turns(step):
             stuck = self._take_turns_in_order(step, wait)
         return stuck
 
-    def _take_turns_in_order(self, step: Step, wait: bool) -> bool:
+    def _take_turns_in_order(self, step: EngineStep, wait: bool) -> bool:
         """Take turns in the static order as far as possible; return whether a turn would block."""
         while (turn := step.agenda.next()) is not None:
             bucket, stage = turn
@@ -198,7 +200,7 @@ class Scheduler:
                 step.agenda.again(bucket, stage + 1)
         return False
 
-    def _take_early_turns(self, step: Step) -> bool:
+    def _take_early_turns(self, step: EngineStep) -> bool:
         """Take turns before their place in the static order, where program and communicator allow it.
 
         Returns:
@@ -216,7 +218,7 @@ class Scheduler:
     def _in_any_order(self, op: Collective | Await) -> bool:
         return isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
 
-    def _wait(self, run: Run) -> Any:
+    def _wait(self, run: Task) -> Any:
         """Wait for the run's last collective and return its result."""
         assert run.pending is not None
         assert run.record is not None
@@ -232,7 +234,7 @@ class Scheduler:
             raise _LostError(run, run.record.ended - run.record.issued, reason)
         return received
 
-    def _resume(self, run: Run, bucket: int) -> None:
+    def _resume(self, run: Task, bucket: int) -> None:
         """Resume the program with the result of its collective, and keep its next collective, if any."""
         assert run.program is not None
         received = None if run.pending is None else self._wait(run)
@@ -253,7 +255,7 @@ class Scheduler:
         finally:
             run.step.trace.encode_seconds += time.perf_counter() - started
 
-    def _issue(self, run: Run, bucket: int, op: Collective | Await) -> None:
+    def _issue(self, run: Task, bucket: int, op: Collective | Await) -> None:
         started, run.op, lost = time.perf_counter(), op, None
         run.early = self._in_any_order(op)
         turn = (bucket, run.stage) if run.early else None
@@ -272,14 +274,14 @@ class Scheduler:
         run.pending, run.held = pending, None
         run.stage += 1
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: EngineStep) -> None:
         now = time.perf_counter()
         exposed = now - step.awaited_since if step.awaited_since is not None else 0.0
         self._meter.add(step.trace.finish(exposed, timed=self._device_type == "cpu"))
         self._step = None
         step.end()
 
-    def _explain(self, lost: _LostError, step: Step) -> WireError:
+    def _explain(self, lost: _LostError, step: EngineStep) -> WireError:
         """Return the error for a failed collective, naming the ranks that may have caused it."""
         run, waited_for = lost.run, str(lost.run.op)
         where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
@@ -290,7 +292,7 @@ class Scheduler:
         self._hang_up()
         return WireError(
             f"rank {own} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
-            f" failed. {roll_call(self.communicator, run.op)} The job cannot continue: restart it from its"
+            f" failed. {unresponsive(self.communicator, run.op)} The job cannot continue: restart it from its"
             f" last checkpoint. (The backend said: {lost})"
         )
 

@@ -17,10 +17,10 @@ from thinwire.engine.ops import (
     Await,
     Broadcast,
     Collective,
+    Collectives,
     Exchange,
     Reduce,
     ReduceScatter,
-    Steps,
 )
 from thinwire.engine.order import Agenda
 from thinwire.errors import ProgramError
@@ -118,7 +118,7 @@ class Simulation:
     order: list[tuple[int, int]]
 
 
-def simulate(ranks: Sequence[Sequence[Steps[Any]]]) -> Simulation:
+def simulate(ranks: Sequence[Sequence[Collectives[Any]]]) -> Simulation:
     """Run all programs of one step to their ends.
 
     Args:
@@ -163,14 +163,14 @@ def simulate(ranks: Sequence[Sequence[Steps[Any]]]) -> Simulation:
     return Simulation(results=received, order=order)
 
 
-def _advance(steps: Steps[Any], value: Any) -> tuple[Collective | Await | None, Any]:
+def _advance(steps: Collectives[Any], value: Any) -> tuple[Collective | Await | None, Any]:
     try:
         return steps.send(value), None
     except StopIteration as stop:
         return None, stop.value
 
 
-def rehearse(steps: Steps[Any], rank: int, size: int) -> Iterator[Collective]:
+def rehearse(steps: Collectives[Any], rank: int, size: int) -> Iterator[Collective]:
     """Run one rank's program, and yield its collectives without exchanging anything.
 
     A collective delivers the same result as if all ranks sent this rank's tensor, except that sums are not

@@ -11,11 +11,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
-from thinwire.ddp.internals import called_module
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.errors import AttachError
 from thinwire.gathered_state import GatheredState
-from thinwire.strategies.attached import require_ddp
+from thinwire.models.ddp.internals import called_module
+from thinwire.models.ddp.unwrap import ddp_of
+from thinwire.step.model import require_ddp
 from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire

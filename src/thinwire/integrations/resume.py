@@ -33,8 +33,8 @@ def load_or_warn(wire: Wire, state: GatheredState, saved: Mapping[str, Any] | No
         StateError: Some ranks have found a state and others have not.
     """
     communicator = wire._runner.reducer.communicator
-    found = communicator.meeting.gather("resume", str(saved is not None), communicator.limit)
-    without = [str(rank) for rank, one in enumerate(found) if one != str(True)]
+    found = communicator.rendezvous.gather("resume", str(saved is not None), communicator.limit)
+    without = [str(rank) for rank, answer in enumerate(found) if answer != str(True)]
     if without and len(without) < len(found):
         raise StateError(
             f"ranks {', '.join(without)} find no state of thinwire in {where}, and the others do: put the"

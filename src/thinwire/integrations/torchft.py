@@ -9,22 +9,22 @@ from torch.optim import Optimizer
 
 from thinwire.amp.skipped_steps import SkippedSteps
 from thinwire.codecs.checks import check_whole
-from thinwire.ddp.connection import Connection
 from thinwire.engine.agreement import SetUp, set_up_of
 from thinwire.engine.meter import Meter
 from thinwire.errors import AttachError, OptionError, UnavailableError
-from thinwire.fsdp.internals import is_sharded
-from thinwire.fsdp.model import ShardedModel
-from thinwire.fsdp.shards import Shards
+from thinwire.models.fsdp.internals import is_sharded
+from thinwire.models.fsdp.model import ShardedModel
+from thinwire.models.fsdp.shards import Shards
+from thinwire.models.local.model import ReplicaModel
 from thinwire.options import optimizers_of
-from thinwire.programs.naming import described
+from thinwire.programs.description import described
 from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules, check_used, checked_rules, exceptions_of
-from thinwire.replicas.model import ReplicaModel
+from thinwire.step.connection import Connection
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.live.averager import LiveAverager
 from thinwire.strategies.live.replica import Replica
-from thinwire.strategies.live.standing import OneRank, ReplicaRanks
+from thinwire.strategies.live.status import OneRank, ReplicaRanks
 from thinwire.strategies.live.wire import LiveWire
 
 try:

@@ -8,12 +8,12 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from thinwire.attach import attach
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.errors import AttachError
 from thinwire.gathered_state import GatheredState
 from thinwire.integrations.accelerate import check_ddp, clip_by_wire
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
+from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.options import unwrapped
 from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO

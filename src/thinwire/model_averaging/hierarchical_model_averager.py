@@ -153,7 +153,7 @@ def _groups(levels: dict[int, int], whole: dist.ProcessGroup) -> "OrderedDict[in
     communicator = GroupCommunicator(whole)
     if len(levels) > 1:
         set_up = {f"ranks that average every {period} steps": str(size) for period, size in levels.items()}
-        agree_on(set_up, communicator.meeting, communicator.limit, topic="hierarchy")
+        agree_on(set_up, communicator.rendezvous, communicator.limit, topic="hierarchy")
     groups: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
     for period, size in levels.items():
         logger.info("Every %s steps %s ranks average parameters, unless more do at that step.", period, size)

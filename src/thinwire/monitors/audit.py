@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from thinwire.engine.ops import AllReduce, Broadcast, Steps
+from thinwire.engine.ops import AllReduce, Broadcast, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
@@ -126,7 +126,7 @@ class Audited:
         """Return whether the program adds a parameter's residual to its gradient."""
         return feeds_back(self.program, shape)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program, then the exact mean. All ranks use rank 0's figures, so that all act the same."""
         audited = [name for name in bucket.names if name not in bucket.exact]
         if isinstance(self.program, Exact) or not audited:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from thinwire.errors import AuditError, OptionError
 from thinwire.monitors.audit import Audited, AuditRecord, Findings, with_action
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.programs.program import Program, require_program
 
 logger = logging.getLogger("thinwire")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.engine.ops import AllGather, Steps
+from thinwire.engine.ops import AllGather, Collectives
 from thinwire.engine.pack import real_numbers
 from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import DriftError
@@ -82,7 +82,7 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(found)
 
 
-def gather_fingerprints(own: torch.Tensor, active: bool) -> Steps[torch.Tensor]:
+def gather_fingerprints(own: torch.Tensor, active: bool) -> Collectives[torch.Tensor]:
     """Gather all ranks' fingerprints, without a read by the host, for `find_drift` after backward.
 
     Args:
@@ -164,7 +164,7 @@ def only_rounded(samples: Sequence[Sequence[float]], dtype: torch.dtype, steps: 
 
 def compare_replicas(
     names: Sequence[str], own: torch.Tensor, step: int, ranks: Sequence[int]
-) -> Steps[torch.Tensor]:
+) -> Collectives[torch.Tensor]:
     """Gather all ranks' fingerprints and compare them at once. Not for use inside backward.
 
     Args:

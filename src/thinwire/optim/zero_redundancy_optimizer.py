@@ -32,12 +32,12 @@ from thinwire.checkpoint.optimizer_state import (
     whole_of,
 )
 from thinwire.codecs.checks import is_whole
-from thinwire.ddp.internals import state_hooks
 from thinwire.engine.agreement import agree_on
 from thinwire.engine.blocking import run_abreast, run_blocking
 from thinwire.engine.process_group import time_limit
-from thinwire.engine.rendezvous import Meeting
+from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.models.ddp.internals import state_hooks
 from thinwire.optim._given import described, group_given, listed, local_optimizer
 from thinwire.strategies.zero.assignment import Assignment, assign, in_runs
 from thinwire.strategies.zero.collect import collect
@@ -384,7 +384,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
                 **described(self.optim, self.param_groups, traveling, self.parameters_as_bucket_view),
             }
-            agree_on(set_up, Meeting(self.process_group), time_limit(self.process_group), _TOPIC)
+            agree_on(set_up, StoreRendezvous(self.process_group), time_limit(self.process_group), _TOPIC)
         self._traveling = traveling
         self._buckets: list[list[list[torch.Tensor]]] = []
         for owned in self._assignment:

@@ -25,11 +25,11 @@ from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import MAX_GAP, Limits, recommend
 from thinwire.plan.traffic import BUCKET
 from thinwire.programs.allreduce import BF16, Exact
-from thinwire.programs.naming import describe, short
+from thinwire.programs.description import describe, short
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import Int4, Int8
 from thinwire.programs.program import Program, check_fit, require_program
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target, require_state
+from thinwire.step.strategy import Configuration, Context, Strategy, Target, require_state
 
 logger = logging.getLogger("thinwire")
 
@@ -94,8 +94,8 @@ class Auto(Configuration):
         check_whole("after", self.after, _WARM_UP + 1, "steps that are timed before the plan")
         check_whole("check_after", self.check_after, _WARM_UP + 1, "steps after which the gain is checked")
         object.__setattr__(self, "candidates", tuple(self.candidates))
-        for one in self.candidates:
-            require_program(one, "candidates")
+        for program in self.candidates:
+            require_program(program, "candidates")
 
     def validate(self, target: Target) -> None:
         """Raise OptionError if a candidate does not fit the model."""
@@ -117,7 +117,7 @@ class Auto(Configuration):
     def variants(self) -> Sequence[Configuration]:
         """Return what the configuration may become: one for each choice."""
         chosen = (None, Exact(), *self.candidates)
-        return [replace(self, program=one) for one in chosen]
+        return [replace(self, program=program) for program in chosen]
 
 
 class AutoStrategy(Strategy):
@@ -204,14 +204,18 @@ class AutoStrategy(Strategy):
         """Return the choice of this rank as plain values: a candidate's index, or -1 for exact gradients."""
         step = self._typical()
         model = self.context.model
-        trained = [(name, one.shape) for name, one in model.parameters().items() if one.requires_grad]
+        trained = [
+            (name, parameter.shape)
+            for name, parameter in model.parameters().items()
+            if parameter.requires_grad
+        ]
         measured = assumed(dict(reversed(trained)), self._computing(step))
         cores = cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         planner = Planner(measured, step=(self.config.steps or 2000) // 2)
         planner.speeds = Speeds(factor=contention(cores))
         size = model.bucket_bytes
         cap = None if size is None or size == BUCKET else size / (1 << 20)
-        candidates = [Candidate(short(one), one, cap) for one in self.config.candidates]
+        candidates = [Candidate(short(program), program, cap) for program in self.config.candidates]
         known = Known(steps=self.config.steps, kind=kind_of(model.module("Auto")))
         rows = planner.rows(candidates, network, known)
         limits = Limits(gap=self.config.max_gap, memory=self.config.max_memory)
@@ -243,9 +247,9 @@ class AutoStrategy(Strategy):
         """Return the time of a step without what backward waited for, where that is measured."""
         records = self.context.reducer.engine.stats().records[-len(self._seconds) :]
         waits = [
-            one.exposed_seconds
-            for one in records
-            if one.purpose == GRADIENTS and one.exposed_seconds is not None
+            record.exposed_seconds
+            for record in records
+            if record.purpose == GRADIENTS and record.exposed_seconds is not None
         ]
         return max(step - (statistics.median(waits) if waits else 0.0), 0.05 * step)
 
@@ -253,10 +257,10 @@ class AutoStrategy(Strategy):
         """Return rank 0's values on all ranks. Collective."""
         communicator, own = self.context.reducer.communicator, ""
         # A plan runs the candidates, the user's own too. If that fails, the other ranks must not wait for it.
-        with agreeing(communicator.meeting, communicator.limit, f"{_KEY} on rank 0"):
+        with agreeing(communicator.rendezvous, communicator.limit, f"{_KEY} on rank 0"):
             if communicator.rank == 0:
                 own = json.dumps(make())
-        told: dict[str, Any] = json.loads(communicator.meeting.gather(_KEY, own, communicator.limit)[0])
+        told: dict[str, Any] = json.loads(communicator.rendezvous.gather(_KEY, own, communicator.limit)[0])
         return told
 
     def _say(self, level: int, text: str) -> None:

@@ -8,15 +8,15 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.plan.traffic import Layout, Shapes
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.programs.program import Program, check_fit, require_program
 from thinwire.programs.rules import exceptions_of
+from thinwire.step.strategy import Configuration
 from thinwire.strategies.averaging.anchors import split_evenly
 from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Average, Averaging
 from thinwire.strategies.gradients import configuration_of
 from thinwire.strategies.schedule import Schedule, Stage
-from thinwire.strategies.strategy import Configuration
 
 PLAIN = "DDP"
 DEFAULTS = (
@@ -167,11 +167,11 @@ def outer_bytes(config: Averaging, shapes: Shapes) -> int:
     anchor.grad = torch.zeros_like(anchor)
     outer = config.outer_loop.optimizer([anchor])
     outer.step()
-    state = sum(one.numel() == 1 and one.dim() == 1 for one in _tensors(outer.state_dict()["state"]))
+    state = sum(tensor.numel() == 1 and tensor.dim() == 1 for tensor in _tensors(outer.state_dict()["state"]))
     return (1 + state) * 4 * sum(shape.numel() for shape in shapes.values())
 
 
 def _tensors(state: object) -> Sequence[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]
-    return [one for part in state.values() for one in _tensors(part)] if isinstance(state, dict) else []
+    return [tensor for part in state.values() for tensor in _tensors(part)] if isinstance(state, dict) else []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from thinwire.plan.gaps import UNKNOWN_KIND
 from thinwire.plan.network import Network
 from thinwire.plan.planner import MODEL_ERROR, Row
-from thinwire.units import show_bytes, show_rate, show_seconds
+from thinwire.plan.units import show_bytes, show_rate, show_seconds
 
 MAX_GAP = 0.01
 """The largest expected loss gap of a recommendation, unless the user gives one."""
@@ -36,7 +36,10 @@ class Limits:
     def objection(self, row: Row) -> str | None:
         """Return why a candidate is not recommended, or None."""
         name = row.candidate.name
-        if any(name == one or name.partition("(")[0].lower() == one.lower() for one in self.exclude):
+        if any(
+            name == excluded or name.partition("(")[0].lower() == excluded.lower()
+            for excluded in self.exclude
+        ):
             return "excluded"
         if row.gap is None:
             return "its loss gap is unknown"

@@ -6,15 +6,15 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.ddp.parts import Part, parts_of
 from thinwire.engine.ops import AllGather, AllReduce, Broadcast, Collective, Reduce
 from thinwire.engine.simulate import rehearse
 from thinwire.plan.network import Transfer
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.description import describe
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import describe
 from thinwire.programs.program import Bucket, Program, Programs
 from thinwire.programs.rules import exceptions_of
+from thinwire.step.parts import BucketPart, parts_of
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """DDP's default sizes of the first bucket and of the others."""
@@ -126,7 +126,7 @@ def handed_over(
         itemsize: Bytes of a number.
     """
     exceptions = exceptions_of((), program, shapes)
-    exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
+    exact = frozenset(name for name, chosen in exceptions.items() if isinstance(chosen, Exact))
     programs = Programs(program, exceptions, exact, sliced=True)
     nbytes = {name: itemsize * shape.numel() for name, shape in shapes.items()}
     found: list[Handed] = []
@@ -135,12 +135,12 @@ def handed_over(
     for names in buckets_of(shapes, bucket_mb, itemsize):
         computed += len(names)
         for part in parts_of(names, nbytes, programs):
-            if part.late:
+            if part.deferred:
                 late += part.names
             else:
-                found += [Handed(_layout(one, shapes), computed) for one in part.sliced(nbytes)]
+                found += [Handed(_layout(piece, shapes), computed) for piece in part.sliced(nbytes)]
     if late:
-        found.append(Handed(_layout(Part(Exact(), tuple(late)), shapes), computed))
+        found.append(Handed(_layout(BucketPart(Exact(), tuple(late)), shapes), computed))
     return found
 
 
@@ -150,11 +150,11 @@ def plain_buckets(shapes: Shapes, bucket_mb: float | None = None, itemsize: int 
     computed = 0
     for names in buckets_of(shapes, bucket_mb, itemsize):
         computed += len(names)
-        found.append(Handed(_layout(Part(Exact(), names), shapes), computed))
+        found.append(Handed(_layout(BucketPart(Exact(), names), shapes), computed))
     return found
 
 
-def _layout(part: Part, shapes: Shapes) -> Layout:
+def _layout(part: BucketPart, shapes: Shapes) -> Layout:
     return Layout.of(part.program, part.names, shapes, part.exact)
 
 
@@ -175,7 +175,7 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
     if ranks > _FEW and not memory.state_dict():
         kept = traffic(layout, 2, step, dtype).kept  # an outline keeps nothing
     else:
-        kept = sum(one.nbytes for slots in memory.state_dict().values() for one in slots.values())
+        kept = sum(tensor.nbytes for slots in memory.state_dict().values() for tensor in slots.values())
     transfers = tuple(_transfer(op, ranks) for op in ops if op.place(0, ranks)[1] > 1)
     return Traffic(transfers, kept, sum(op.nbytes + _received(op, ranks) for op in ops))
 

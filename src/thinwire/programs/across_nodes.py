@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from thinwire.engine.ops import AllGather, ReduceScatter, Steps, among
+from thinwire.engine.ops import AllGather, Collectives, ReduceScatter, among
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
 
 _SCOPE = re.compile(r"slice (\d+) of (\d+): ")
@@ -23,7 +23,7 @@ _ROWS_WORTH_KEEPING = 8
 
 
 @dataclass(frozen=True, repr=False)
-class AcrossNodes(Written):
+class AcrossNodes(ReprAsWritten):
     """An exact average within each node, where links are fast, and `program` between nodes.
 
         each rank of a node receives the node's mean of its share of every parameter    reduce-scatter
@@ -91,7 +91,7 @@ class AcrossNodes(Written):
                 " the same number of ranks"
             )
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
         size = self.node_size
         assert size is not None, "set in __post_init__"

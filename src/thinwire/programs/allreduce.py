@@ -7,16 +7,16 @@ import torch
 
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.errors import OptionError
+from thinwire.programs.description import ReprAsWritten, preset
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written, preset
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
 from thinwire.programs.sparse_gradients import sparse_mean
 
 
 @dataclass(frozen=True, repr=False)
-class Exact(Written):
+class Exact(ReprAsWritten):
     """The mean of all ranks' gradients in their own dtype, as DDP computes it without a hook.
 
     Example::
@@ -29,7 +29,7 @@ class Exact(Written):
     exact_alone: ClassVar[bool] = True
     takes_sparse: ClassVar[bool] = True
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
         if bucket.buffer.is_sparse:
             return (yield from sparse_mean(bucket))
@@ -41,7 +41,7 @@ class Exact(Written):
 
 
 @dataclass(frozen=True, repr=False)
-class Reduced(Written):
+class Reduced(ReprAsWritten):
     """The mean of encoded gradients, for codecs whose encodings can be summed.
 
         mean = decode(sum over ranks of encode(gradient / W))
@@ -66,7 +66,7 @@ class Reduced(Written):
 
     codec: Codec
 
-    spares_vectors: ClassVar[bool] = True
+    exact_vectors: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
     exact_alone: ClassVar[bool] = True
 
@@ -86,7 +86,7 @@ class Reduced(Written):
             part.dtype.itemsize >= torch.float32.itemsize for part in encoded if part.is_floating_point()
         )
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Encode, all-reduce, and decode to the bucket's own buffer."""
         if is_alone(self, bucket):
             return unchanged(bucket)

@@ -9,7 +9,7 @@ import torch
 from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.kernels import blocks as kernels
-from thinwire.programs.coder import Coder, Given, Tensors
+from thinwire.programs.coder import Coder, CoderInput, Tensors
 
 
 class BlockCoder(Coder):
@@ -30,22 +30,22 @@ class BlockCoder(Coder):
         """Return the layout of parts with one row per block."""
         return layout_of_blocks(self.codec, self.block, lengths, device)
 
-    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+    def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Encode batch by batch."""
-        room = _Room(given, self.block)
+        room = _Scratch(given, self.block)
         for batch in room.batches:
             self._write(room, batch, room.filled(batch, in_place=errors is None), 1, errors, parts)
 
     def encode_mean(
         self,
-        given: Given,
+        given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
         world: int,
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
         """Average batch by batch."""
-        room = _Room(given, self.block)
+        room = _Scratch(given, self.block)
         for batch in room.batches:
             mean = room.filled(batch, in_place=False)
             for coder, other in received:
@@ -56,7 +56,7 @@ class BlockCoder(Coder):
 
     def decode(self, parts: Parts, into: Tensors) -> None:
         """Decode batch by batch, in place where a batch is made of whole blocks."""
-        room = _Room(Given(into), self.block)
+        room = _Scratch(CoderInput(into), self.block)
         for batch in room.batches:
             blocks = room.whole_blocks(batch)
             if blocks is not None:
@@ -66,7 +66,7 @@ class BlockCoder(Coder):
 
     def _write(
         self,
-        room: "_Room",
+        room: "_Scratch",
         batch: "_Batch",
         x: torch.Tensor,
         weight: int,
@@ -105,7 +105,7 @@ class NativeCoder(BlockCoder):
         super().__init__(codec, width)
         self._kernel = kernel
 
-    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+    def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Encode in one call, or batch by batch."""
         if not self._runs(given.values, given.residuals, errors):
             return super().encode(given, errors, parts)
@@ -117,7 +117,7 @@ class NativeCoder(BlockCoder):
 
     def encode_mean(
         self,
-        given: Given,
+        given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
         world: int,
         errors: Tensors | None,
@@ -194,7 +194,7 @@ class _Batch(NamedTuple):
             into[slot.piece][slot.start : slot.stop].copy_(flat[slot.place : slot.place + count])
 
 
-class _Room:
+class _Scratch:
     """Buffers for one batch of blocks at a time.
 
     Args:
@@ -202,7 +202,7 @@ class _Room:
         width: Numbers in a block.
     """
 
-    def __init__(self, given: Given, width: int) -> None:
+    def __init__(self, given: CoderInput, width: int) -> None:
         self._given, self._width = given, width
         self.batches: tuple[_Batch, ...] = ()
         if given.values:
@@ -287,6 +287,6 @@ def _batches(lengths: tuple[int, ...], width: int, at_once: int) -> tuple[_Batch
 def layout_of_blocks(codec: BlockCodec, width: int, lengths: tuple[int, ...], device: torch.device) -> Layout:
     """Return the layout of the blocks of pieces, found by encoding one block of zeros."""
     parts = codec.encode_blocks(torch.zeros(1, width, dtype=torch.float32, device=device))
-    dtypes = codec.kept_as or tuple(part.dtype for part in parts)
+    dtypes = codec.part_dtypes or tuple(part.dtype for part in parts)
     count = sum(-(-length // width) for length in lengths)
     return Layout(dtypes, tuple(torch.Size((count, *part.shape[1:])) for part in parts), device)

@@ -17,7 +17,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CoderInput:
     """Numbers to encode, in pieces: value + keep * residual."""
 
     values: Tensors
@@ -50,7 +50,7 @@ class Coder(ABC):
         """
 
     @abstractmethod
-    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+    def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Encode the numbers into `parts`, and write the error of the encoding to `errors`.
 
         Args:
@@ -63,7 +63,7 @@ class Coder(ABC):
     @abstractmethod
     def encode_mean(
         self,
-        given: Given,
+        given: CoderInput,
         received: "Sequence[tuple[Coder, Parts]]",
         world: int,
         errors: Tensors | None,

@@ -8,7 +8,7 @@ import torch
 from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.programs.block_coder import BlockCoder, NativeCoder
-from thinwire.programs.coder import Coder, Given, Tensors, scatter
+from thinwire.programs.coder import Coder, CoderInput, Tensors, scatter
 from thinwire.programs.program import Bucket
 
 
@@ -44,13 +44,13 @@ class JoinedCoder(Coder):
         """Return the layout of the codec's encoding of this many numbers."""
         return layout_of(self.codec, sum(lengths), device)
 
-    def encode(self, given: Given, errors: Tensors | None, parts: Parts) -> None:
+    def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Join the numbers and encode them."""
         self._write(_joined(given), 1, errors, parts)
 
     def encode_mean(
         self,
-        given: Given,
+        given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
         world: int,
         errors: Tensors | None,
@@ -80,7 +80,7 @@ class JoinedCoder(Coder):
             scatter(x.mul_(weight), errors)
 
 
-def _joined(given: Given) -> torch.Tensor:
+def _joined(given: CoderInput) -> torch.Tensor:
     """Return the numbers in one new tensor of at least float32."""
     if not given.values:
         return torch.empty(0, dtype=torch.float32, device="cpu")

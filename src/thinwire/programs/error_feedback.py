@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 
 from thinwire.codecs.codec import numbers_of
-from thinwire.engine.ops import Collective, Steps
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
+from thinwire.programs.description import ReprAsWritten, short
 from thinwire.programs.finite import finite
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.naming import Written, short
 from thinwire.programs.program import (
     Bucket,
     Outcome,
@@ -30,7 +30,7 @@ from thinwire.programs.program import (
 
 
 @dataclass(frozen=True, repr=False)
-class ErrorFeedback(Written):
+class ErrorFeedback(ReprAsWritten):
     """A program that runs `program` on gradient + residual, and keeps its error as the new residual.
 
         mean, error = program(gradient + residual)
@@ -110,7 +110,7 @@ class ErrorFeedback(Written):
         outline = getattr(self.program, "outline", None)
         return None if outline is None else outline(_widened(bucket))
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
         if is_alone(self.program, bucket):
             add_residuals(bucket, memory)
@@ -133,14 +133,14 @@ class ErrorFeedback(Written):
             memory.put(name, RESIDUAL, missed)
         return Outcome(mean, finite=flag)
 
-    def _folded(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def _folded(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run a program that adds the residuals, and writes the new ones, in its own passes."""
         wide = _widened(bucket)
         old: dict[str, torch.Tensor] = {}
         new: dict[str, torch.Tensor] = {}
         for name, gradient in _lossy(bucket, wide.buffer):
             old[name] = numbers_of(_kept(memory, name, gradient))
-            new[name] = numbers_of(memory.room(name, RESIDUAL, gradient))
+            new[name] = numbers_of(memory.new_value(name, RESIDUAL, gradient))
         residuals = Residuals(
             tuple(old.get(name) for name in bucket.names),
             tuple(new.get(name) for name in bucket.names),

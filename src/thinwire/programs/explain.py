@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.programs.program import preferred_bytes
 from thinwire.programs.rules import Choice
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 import torch
 
 from thinwire.codecs.codec import Codec, numbers_of, require_codec
-from thinwire.engine.ops import AllGather, Collective, Steps
+from thinwire.engine.ops import AllGather, Collective, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.programs.coding import own_codecs
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
-class Gathered(Written):
+class Gathered(ReprAsWritten):
     """The mean of all ranks' gradients, each encoded once. A rank sends W-1 encoded copies.
 
     It suits sparse codecs, because ranks may keep numbers at different positions. Encoding once is more
@@ -35,7 +35,7 @@ class Gathered(Written):
 
     codec: Codec
 
-    spares_vectors: ClassVar[bool] = True
+    exact_vectors: ClassVar[bool] = True
     exact_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Gathered(Written):
         encoded = own_codecs(self.codec, bucket)[bucket.rank].encode(numbers_of(bucket.buffer))
         yield AllGather(Layout.of(encoded).rows(1)[0])
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Encode, all-gather, and sum the decoded gradients."""
         if is_alone(self, bucket):
             return unchanged(bucket)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from thinwire.engine.ops import Steps
+from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import unpack
 from thinwire.programs.across_nodes import slice_state
 from thinwire.programs.memory import LEFTOVER, RESIDUAL, Memory
@@ -70,7 +70,7 @@ class WithLeftovers:
         """True if the program averages some parameters exactly. Their leftovers are added too."""
         return carries_exact(self.program)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Add the leftovers, and run the program."""
         for name, view in bucket.views().items():
             own = self.sign == 1 and name not in bucket.exact and feeds_back(self.program, view.shape)

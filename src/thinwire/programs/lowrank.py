@@ -18,7 +18,7 @@ _FEW = 4
 """The most columns for which native code is at least as fast as BLAS for M Q and M^T P."""
 
 
-class Part:
+class LowRankGradient:
     """One gradient: a matrix to compress, a rest that is sent as it is, or both.
 
     Args:
@@ -96,7 +96,9 @@ class Part:
 
     def _finish_matrix(self, against: str, memory: Memory) -> "Pairs":
         """Compute the product and the residual in one pass."""
-        kept = [(memory.room(name, RESIDUAL, residual), view) for name, view, residual in self._residuals]
+        kept = [
+            (memory.new_value(name, RESIDUAL, residual), view) for name, view, residual in self._residuals
+        ]
         missed = kept[0][0] if kept else None
         if against == "sent" and missed is not None and self.own.product is not None:
             product(*self.own.product, into=self.matrix, missed=missed)
@@ -109,7 +111,7 @@ class Part:
         """Compute the residual of each parameter after the mean of all."""
         kept = []
         for name, view, residual in self._residuals:
-            kept.append((memory.room(name, RESIDUAL, residual).copy_(view), view))
+            kept.append((memory.new_value(name, RESIDUAL, residual).copy_(view), view))
         if against == "sent" and kept:
             self._write(self.own)
             _subtract(kept)
@@ -144,7 +146,7 @@ class Result:
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Residuals, with the gradients of the same parameters."""
 
-Parts: TypeAlias = list[Part]
+Parts: TypeAlias = list[LowRankGradient]
 """Parts whose matrices have one shape.
 
 Their factors are stacked with columns as rows, (part, rank, length). Products are two to five times as fast
@@ -152,7 +154,7 @@ in this layout on a CPU, and QR expects it.
 """
 
 
-def by_shape(parts: list[Part]) -> list[Parts]:
+def by_shape(parts: list[LowRankGradient]) -> list[Parts]:
     """Return the parts that have a matrix, grouped by its shape."""
     groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
     for part in parts:

@@ -107,7 +107,7 @@ class Memory:
         """
         return self.find((name, self._scope + key))
 
-    def room(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+    def new_value(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor for a slot's new value.
 
         Read the old value before this call, which may reuse its memory.
@@ -135,7 +135,7 @@ class Memory:
             key: Slot of the tensor.
             value: New value of the slot. It may have another shape or dtype than the old one.
         """
-        self.room(name, key, value).copy_(value)
+        self.new_value(name, key, value).copy_(value)
 
     def scoped(self, scope: str) -> "Memory":
         """Return a view of this memory with slots of its own.
@@ -404,7 +404,7 @@ class Staged(Memory):
         kept = self.find((name, self._scope + key))
         return self.slot(name, key, make) if kept is None else kept
 
-    def room(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+    def new_value(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor for the slot's new value. The kept tensor stays as it is."""
         place = (name, self._scope + key)
         changed = self._changed.get(place)

@@ -6,17 +6,17 @@ from typing import ClassVar
 
 import torch
 
-from thinwire.engine.ops import Steps
+from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, exact_alone, require_program, tracks_error
 from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
 
 
 @dataclass(frozen=True, repr=False)
-class Partition(Written):
+class Partition(ReprAsWritten):
     """A program that averages each parameter with the program of the first rule that fits it.
 
     Use it within other programs, such as `AcrossNodes`. Elsewhere prefer `attach(ddp, program, rules=...)`,
@@ -41,7 +41,7 @@ class Partition(Written):
     rules: Rules
     default: Program = field(default_factory=Exact)
 
-    spares_vectors: ClassVar[bool] = False
+    exact_vectors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", checked_rules(self.rules))
@@ -72,7 +72,7 @@ class Partition(Written):
         """
         check_used(self.rules, shapes)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run one program after another, each on its own parameters of the bucket."""
         members: dict[int, list[int]] = {}
         wholes = bucket.whole_shapes or bucket.shapes

@@ -18,7 +18,7 @@ https://arxiv.org/abs/1905.13727.
 
 import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -26,14 +26,22 @@ import torch
 
 from thinwire.codecs.checks import check_whole
 from thinwire.codecs.quantize import Quantize
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
-from thinwire.programs.lowrank import Part, Parts, by_shape, orthonormal, refined, times, transposed_times
+from thinwire.programs.lowrank import (
+    LowRankGradient,
+    Parts,
+    by_shape,
+    orthonormal,
+    refined,
+    times,
+    transposed_times,
+)
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.naming import ADDED_LATER, Written
 from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 from thinwire.programs.reproducible import bases_of
 from thinwire.programs.twoshot import TwoShot
@@ -48,7 +56,7 @@ _START = TwoShot(Quantize(bits=4, block=64))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PowerSGD(Written):
+class PowerSGD(ReprAsWritten):
     """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
 
     Tuning. Start with `PowerSGD(rank=16, factor_dtype="int8")`. It sends as many bytes as rank 4 with float32
@@ -98,7 +106,7 @@ class PowerSGD(Written):
     factor_dtype: Literal["int8", "bf16", "fp16"] | None = None
     flatten: bool = False
     seed: int = 0
-    warmup: int | None = field(default=None, metadata=ADDED_LATER)
+    warmup: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:
@@ -119,7 +127,7 @@ class PowerSGD(Written):
         """The number of warm-up steps, as given or the default."""
         return _WARMUP if self.warmup is None else self.warmup
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
         if is_alone(self, bucket):
             add_residuals(bucket, memory)
@@ -149,7 +157,7 @@ class PowerSGD(Written):
         return Outcome(bucket.buffer if wide is bucket.buffer else bucket.buffer.copy_(wide))
 
     @property
-    def spares_vectors(self) -> bool:
+    def exact_vectors(self) -> bool:
         """True if vectors must be excluded. Unless P is rounded or flattened, it carries them exactly."""
         return self.flatten or self.factor_dtype is not None
 
@@ -184,7 +192,7 @@ class PowerSGD(Written):
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
-    def _start(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def _start(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Average with 4-bit integers, and update Q from the mean, which needs no exchange."""
         program = ErrorFeedback(_START) if self.error_feedback else _START
         outcome = yield from program(replace(bucket, exact=self._exact_in(bucket)), memory)
@@ -198,12 +206,12 @@ class PowerSGD(Written):
 
     def _exact_in(self, bucket: Bucket) -> frozenset[str]:
         """Return what the warm-up sends exactly: what later steps do, as they add no residuals to it."""
-        if self.spares_vectors:
+        if self.exact_vectors:
             return bucket.exact
         shapes = zip(bucket.names, bucket.shapes, strict=True)
         return frozenset(name for name, shape in shapes if self._matrix_shape(shape) == (0, 0))
 
-    def _parts(self, bucket: Bucket, memory: Memory | None) -> list[Part]:
+    def _parts(self, bucket: Bucket, memory: Memory | None) -> list[LowRankGradient]:
         """Return one part for each gradient of the bucket, or one for all if flattened.
 
         Args:
@@ -225,12 +233,12 @@ class PowerSGD(Written):
                     for own, view in pieces.items()
                 ]
             )
-            parts.append(Part(name, whole.view(-1), shape, min(*shape, self.rank), residuals))
+            parts.append(LowRankGradient(name, whole.view(-1), shape, min(*shape, self.rank), residuals))
         return parts
 
     def _mean(
         self, tensors: list[torch.Tensor], bucket: Bucket
-    ) -> Steps[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    ) -> Collectives[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Return this rank's tensors as sent, and their means over ranks. Without tensors, send nothing."""
         if not tensors:
             return [], []
@@ -246,7 +254,9 @@ class PowerSGD(Written):
         mean = (yield AllReduce(encoded)).to(flat.dtype)
         return unpack(flat, shapes), unpack(mean, shapes)
 
-    def _coded_mean(self, flat: torch.Tensor, bucket: Bucket) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+    def _coded_mean(
+        self, flat: torch.Tensor, bucket: Bucket
+    ) -> Collectives[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's numbers as sent, if residuals are computed from them, and the mean in 8 bits."""
         sent = self.residual == "sent"
         numbers = replace(
@@ -264,7 +274,7 @@ class PowerSGD(Written):
         """Return each matrix's Q of the step before, or a random one, stacked by group."""
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
-        def fresh(part: Part) -> torch.Tensor:
+        def fresh(part: LowRankGradient) -> torch.Tensor:
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
             chance = torch.Generator().manual_seed(seed)
             numbers = torch.randn(

@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 
-from thinwire.engine.ops import Steps
+from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
+from thinwire.programs.description import short
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import short
 from thinwire.programs.torch_hooks import refuse_hook
 
 
@@ -134,7 +134,7 @@ class Program(Protocol):
         wire = thinwire.attach(ddp, Mean())
     """
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Average one bucket.
 
         Yield the same collectives on every rank, and receive each result as the value of its `yield`.
@@ -306,7 +306,7 @@ def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int
         check_fit(part, shapes, world_size)
 
 
-def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
     """Run the program and validate its outcome."""
     outcome = yield from program(bucket, memory)
     check_outcome(program, outcome, bucket)
@@ -327,7 +327,7 @@ def check_outcome(program: Program, outcome: object, bucket: Bucket) -> None:
         )
 
 
-def mean_of(steps: Steps[Outcome]) -> Steps[torch.Tensor]:
+def mean_of(steps: Collectives[Outcome]) -> Collectives[torch.Tensor]:
     """Run a program and return only its mean."""
     return (yield from steps).mean
 

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import same_program
+from thinwire.programs.description import same_program
 from thinwire.programs.program import Program, require_program
 
 
@@ -119,7 +119,7 @@ def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) 
     """Return each parameter's program and the reason for it.
 
     The first rule that fits decides. If none does, vectors are exact if `program` spares them (see
-    `spares_vectors`), and all other parameters use `program`. Equal programs become one object, so that their
+    `exact_vectors`), and all other parameters use `program`. Equal programs become one object, so that their
     parameters share buckets.
 
     Args:
@@ -131,7 +131,7 @@ def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) 
         Choices by parameter name.
     """
     all_rules: list[tuple[Selector, Program]] = list(rules)
-    if spares_vectors(program):
+    if exact_vectors(program):
         all_rules.append((Vectors(), Exact()))
     known = [program]
     table = {}
@@ -152,15 +152,15 @@ def exceptions_of(rules: Rules, program: Program, shapes: Mapping[str, Sequence[
     return {name: choice.program for name, choice in table.items() if choice.program is not program}
 
 
-def spares_vectors(program: object) -> bool:
+def exact_vectors(program: object) -> bool:
     """Return whether vectors are averaged exactly, because the program is lossy and vectors are small.
 
-    A program declares it with an attribute `spares_vectors`. A wrapper inherits that of its `program`.
+    A program declares it with an attribute `exact_vectors`. A wrapper inherits that of its `program`.
     """
-    own = getattr(program, "spares_vectors", None)
+    own = getattr(program, "exact_vectors", None)
     if own is not None:
         return bool(own)
-    return spares_vectors(program.program) if hasattr(program, "program") else False
+    return exact_vectors(program.program) if hasattr(program, "program") else False
 
 
 def _some(names: list[str]) -> str:

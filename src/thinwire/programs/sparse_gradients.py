@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.ops import AllGather, Steps
+from thinwire.engine.ops import AllGather, Collectives
 from thinwire.errors import UnavailableError
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.programs.program import Bucket, Outcome
 
 
@@ -24,7 +24,7 @@ def require_sparse(program: object, bucket: Bucket) -> None:
         )
 
 
-def sparse_mean(bucket: Bucket) -> Steps[Outcome]:
+def sparse_mean(bucket: Bucket) -> Collectives[Outcome]:
     """Average a sparse gradient exactly, with the numbers of torch's all-reduce on Gloo.
 
     Each rank has gradients of other rows, and of another number of rows. So ranks gather these numbers first,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.engine.ops import Collective, Steps
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.programs.gathered import Gathered
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome
@@ -33,7 +33,7 @@ class SparseMean(Gathered):
 
     exact_alone: ClassVar[bool] = True
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the exchange that suits the number of ranks."""
         if bucket.world_size <= 2:
             return (yield from super().__call__(bucket, memory))

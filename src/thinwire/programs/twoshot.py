@@ -7,19 +7,19 @@ from typing import ClassVar
 import torch
 
 from thinwire.codecs.codec import Codec, Parts, numbers_of, require_codec
-from thinwire.engine.ops import AllGather, AllToAll, Collective, Steps
+from thinwire.engine.ops import AllGather, AllToAll, Collective, Collectives
 from thinwire.engine.pack import Layout
-from thinwire.programs.coder import Coder, Given, Tensors, scatter
+from thinwire.programs.coder import Coder, CoderInput, Tensors, scatter
 from thinwire.programs.coding import coders_of
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
-class TwoShot(Written):
+class TwoShot(ReprAsWritten):
     """The mean through any codec, in two collectives. A rank sends 2 (W-1)/W of one encoded copy.
 
         rank r receives chunk r of every rank, encoded         all-to-all
@@ -50,7 +50,7 @@ class TwoShot(Written):
 
     codec: Codec
 
-    spares_vectors: ClassVar[bool] = True
+    exact_vectors: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
     carries_exact: ClassVar[bool] = True
     folds_residuals: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class TwoShot(Written):
     def __post_init__(self) -> None:
         require_codec(self.codec)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Encode, all-to-all, average, encode, all-gather, and decode."""
         if is_alone(self, bucket):
             return unchanged(bucket)
@@ -154,13 +154,13 @@ class _Numbers:
         self._tracked = bucket.track_error and bucket.residuals is None
         self._mean = torch.empty_like(bucket.buffer) if self._tracked else bucket.buffer
 
-    def given(self, place: int) -> Given:
+    def given(self, place: int) -> CoderInput:
         """Return the numbers of a chunk that are encoded, with their residuals."""
         share, residuals = self._division.coded[place], self._bucket.residuals
         values = in_pieces(self._values, share)
         if residuals is None:
-            return Given(values)
-        return Given(values, _present(residuals.old, share), residuals.keep)
+            return CoderInput(values)
+        return CoderInput(values, _present(residuals.old, share), residuals.keep)
 
     def errors(self, place: int) -> Tensors | None:
         """Return the tensors for a chunk's errors, or None if they are not needed."""

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from thinwire.engine.ops import Steps
+from thinwire.engine.ops import Collectives
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import (
     Bucket,
     Outcome,
@@ -19,7 +19,7 @@ from thinwire.programs.program import (
 
 
 @dataclass(frozen=True, repr=False)
-class Warmup(Written):
+class Warmup(ReprAsWritten):
     """The exact mean in the first `steps` steps, and `program` afterwards.
 
     Gradients change fastest at the start of training, and errors made there are hard to correct later. Try a
@@ -62,7 +62,7 @@ class Warmup(Written):
         """True if the program compresses nothing on one rank."""
         return exact_alone(self.program)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run `Exact` during the warm-up, and the program afterwards."""
         program = Exact() if bucket.step < self.steps else self.program
         return (yield from program(bucket, memory))

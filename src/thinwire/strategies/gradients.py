@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from thinwire.programs.naming import describe, short
+from thinwire.programs.description import describe, short
 from thinwire.programs.program import Program, check_fit, require_program
-from thinwire.strategies.attached import require_ddp
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
+from thinwire.step.model import require_ddp
+from thinwire.step.strategy import Configuration, Context, Strategy, Target
 
 
 @dataclass(frozen=True, repr=False)

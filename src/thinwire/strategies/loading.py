@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from thinwire.checkpoint.optimizer_state import check_owned, forget_owned
 from thinwire.checkpoint.wire_state import all_or_none, memory_for, merged, own_states, program_of
-from thinwire.ddp.regroup import groups_for
 from thinwire.engine.agreement import Described
 from thinwire.errors import StateError
-from thinwire.programs.naming import same_program, short
-from thinwire.strategies.runner import Runner
+from thinwire.programs.description import same_program, short
+from thinwire.step.layout import groups_for
+from thinwire.step.runner import AttachedRun
 
 
-def load_state(runner: Runner, state: Any, *, keep_buckets: bool) -> None:
+def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
     """Load a saved state. Collective.
 
     Args:
@@ -50,17 +50,17 @@ def load_state(runner: Runner, state: Any, *, keep_buckets: bool) -> None:
         if strategy is not runner.strategy:
             strategy.close()
         raise
-    if own.get("schedule_ended", False):
+    if own["schedule_ended"]:
         runner.end_schedule()
     runner.resume(config, strategy)
     runner.context.memory.take_over(memory)
     runner.begins_steps = True  # the state may contain leftovers
     runner.steps.restore(own["step"])
-    runner.reducer.regroup.held = runner.reducer.regroup.upcoming = groups
+    runner.reducer.layout.held = runner.reducer.layout.upcoming = groups
     take_over()
 
 
-def check_loaded_states(runner: Runner) -> list[Any]:
+def check_loaded_states(runner: AttachedRun) -> list[Any]:
     """Check every state that is loaded into the wire's optimizers, and return the hooks' handles.
 
     The state_dict of a rank's optimizer under ZeRO is a part of the whole. An optimizer that steps other

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.ddp.internals import called_module
-from thinwire.ddp.unwrap import ddp_of
 from thinwire.engine.meter import GRADIENTS, StepRecord
 from thinwire.errors import OptionError
+from thinwire.models.ddp.internals import called_module
+from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.monitors.audit import AuditRecord
 from thinwire.plan.auto import Auto
-from thinwire.programs.naming import short
+from thinwire.programs.description import short
 from thinwire.telemetry.sinks import AUDIT, LOGGED, Checked, Row, Sink
 from thinwire.wire import Wire
 
@@ -245,8 +245,8 @@ def as_audit_row(audit: AuditRecord) -> Row:
         "worst": audit.worst,
         "worst_error": _finite(audit.parameters[audit.worst].error),
         "action": audit.action,
-        **{f"error/{name}": _finite(one.error) for name, one in audit.parameters.items()},
-        **{f"residual/{name}": one.residual for name, one in audit.parameters.items()},
+        **{f"error/{name}": _finite(figures.error) for name, figures in audit.parameters.items()},
+        **{f"residual/{name}": figures.residual for name, figures in audit.parameters.items()},
     }
 
 

@@ -16,19 +16,19 @@ from thinwire.programs.allreduce import Exact
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
-from thinwire.strategies.attached import refuse_unfrozen
+from thinwire.step.model import refuse_unfrozen
+from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenly
 from thinwire.strategies.averaging.exchange import ModelExchange, check_finite
+from thinwire.strategies.averaging.exchange_id import ExchangeId
 from thinwire.strategies.averaging.in_flight import InFlight, keep, kept
 from thinwire.strategies.averaging.local_gradients import Alone, Within
-from thinwire.strategies.averaging.local_parts import LocalParts, quietly
-from thinwire.strategies.averaging.peers import Peers
-from thinwire.strategies.averaging.points import Point
+from thinwire.strategies.averaging.local_parts import LocalParts, no_autograd
+from thinwire.strategies.averaging.peers import AveragingGroup
 from thinwire.strategies.averaging.policy import Average, Averaging
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, reset_states, share_buffers
 from thinwire.strategies.averaging.state import checked, means_like, merged, position
 from thinwire.strategies.averaging.training_steps import TrainingSteps
-from thinwire.strategies.strategy import Context, Strategy
 
 _KEY = "averaging"
 
@@ -65,7 +65,7 @@ class Averager(Strategy):
         communicator = GroupCommunicator(model.group, reducer.communicator.limit)
         communicator.open()
         try:
-            self._peers = Peers(
+            self._peers = AveragingGroup(
                 config, model.group, communicator, reducer.steps, reducer.engine.meter, model.device
             )
             self.reconfigure(config)
@@ -149,7 +149,7 @@ class Averager(Strategy):
         """
         self.end_open_step()
         everyone = self._peers.everyone
-        with quietly():
+        with no_autograd():
             while self._in_flight:
                 self._use_first()
             set_aside(memory)
@@ -170,15 +170,15 @@ class Averager(Strategy):
         everyone, communicator = self._peers.everyone, self._peers.communicator
         if not self.warm:
             self._synchronise(self._memory)
-            with quietly():
+            with no_autograd():
                 held = [self._parameters.whole[name] for names in self._fragments for name in names]
                 states = one_state(held, self._optimizers, len(everyone))
                 self._peers.run(states, everyone, "optimizer state")
         # A rank that closes its connections first could cut off another's last collective.
-        communicator.meeting.gather("retire", "", communicator.limit)
+        communicator.rendezvous.gather("retire", "", communicator.limit)
         self.close()
         wire = self.context.reducer.communicator
-        self.context.reducer.steps.scales.share(lambda own: wire.meeting.gather("scales", own, wire.limit))
+        self.context.reducer.steps.scales.share(lambda own: wire.rendezvous.gather("scales", own, wire.limit))
 
     def close(self) -> None:
         """Stop averaging without synchronising ranks."""
@@ -232,7 +232,7 @@ class Averager(Strategy):
             self._begun_at = self.context.reducer.steps.count - saved["step"]
             self._diverged, self._used, self._whole = saved["apart"], saved["used"], saved["whole"]
             self._anchors, self._in_flight = anchors, in_flight
-            with quietly():
+            with no_autograd():
                 for name, tensor in saved["parameters"].items():
                     self._parameters[name].copy_(tensor)
                 for name, tensor in saved["buffers"].items():
@@ -288,7 +288,7 @@ class Averager(Strategy):
             return
         self._peers.engine.check()
         self._diverged = True
-        with span("averaging"), quietly():
+        with span("averaging"), no_autograd():
             self._use_due(since)
             for average in self.config.due(since):
                 self._start(average, since)
@@ -313,7 +313,7 @@ class Averager(Strategy):
     ) -> ModelExchange:
         """Start to average tensors. The programs' step is the number of whole-model exchanges."""
         window = self._used // len(self._fragments)
-        point = Point(self.context.reducer.steps.count, fragment)
+        point = ExchangeId(self.context.reducer.steps.count, fragment)
         return self._peers.exchange(point, tensors, program, memory, ranks, window, exceptions)
 
     def _start(self, average: Average, since: int) -> None:

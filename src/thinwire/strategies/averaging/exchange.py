@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from thinwire.engine.engine import Engine
-from thinwire.engine.ops import Await, Steps, among
+from thinwire.engine.ops import Await, Collectives, among
 from thinwire.engine.pack import pack, real_numbers
 from thinwire.errors import DivergedError
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import Memory, Staged
 from thinwire.programs.program import Bucket, Program, by_program, mean_of, outcome_of
-from thinwire.strategies.averaging.points import Point, compare_points, gather_points
+from thinwire.strategies.averaging.exchange_id import ExchangeId, compare_points, gather_points
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size. Buckets are small enough to overlap, and too large for latency to dominate."""
@@ -26,7 +26,7 @@ class Members:
     rank: int
     size: int
 
-    def limit(self, steps: Steps[torch.Tensor]) -> Steps[torch.Tensor]:
+    def limit(self, steps: Collectives[torch.Tensor]) -> Collectives[torch.Tensor]:
         """Return a program that runs among these ranks only."""
         return among(self.ranks, steps) if len(self.ranks) < self.size else steps
 
@@ -58,8 +58,8 @@ def packed(
 class ModelExchange:
     """An exchange in flight that averages named tensors among some ranks. Constructing one starts it.
 
-    Ranks first compare their `Point`s on the wire, then send the tensors. The training thread waits only in
-    `means`.
+    Ranks first compare their `ExchangeId`s on the wire, then send the tensors. The training thread waits
+    only in `means`.
 
     Args:
         engine: The engine that issues the collectives.
@@ -73,7 +73,7 @@ class ModelExchange:
     def __init__(
         self,
         engine: Engine,
-        point: Point,
+        point: ExchangeId,
         work: Sequence[tuple[Program, Bucket]],
         complex_names: Collection[str],
         memory: Memory,
@@ -130,7 +130,9 @@ def check_finite(means: Mapping[str, torch.Tensor], step: int) -> None:
             )
 
 
-def _after(points: "torch.futures.Future[torch.Tensor]", steps: Steps[torch.Tensor]) -> Steps[torch.Tensor]:
+def _after(
+    points: "torch.futures.Future[torch.Tensor]", steps: Collectives[torch.Tensor]
+) -> Collectives[torch.Tensor]:
     """Run a program after the ranks have compared their points.
 
     In the static order the comparison ends before the first turn after this wait, so it never blocks.

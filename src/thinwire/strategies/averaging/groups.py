@@ -67,7 +67,7 @@ def members_of(groups: Groups, communicator: GroupCommunicator, parent: dist.Pro
     if groups is None:
         return (rank,)
     if groups == NODE:
-        return ranks_on_this_node(communicator.meeting, communicator.limit)
+        return ranks_on_this_node(communicator.rendezvous, communicator.limit)
     if isinstance(groups, OwnGroup):
         return _members_of_own(groups.group, communicator, parent)
     if is_whole(groups):
@@ -84,7 +84,7 @@ def _members_of_own(
     """Return the members of a process group, numbered within the model's group instead of globally."""
     all_ranks = dist.get_process_group_ranks(parent)
     own = sorted(all_ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank in all_ranks)
-    texts = communicator.meeting.gather("groups", json.dumps(own), communicator.limit)
+    texts = communicator.rendezvous.gather("groups", json.dumps(own), communicator.limit)
     groups = [json.loads(text) for text in texts]
     for rank, ranks in enumerate(groups):
         if rank not in ranks or any(groups[other] != ranks for other in ranks):

@@ -4,25 +4,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.engine.ops import Steps, among
+from thinwire.engine.ops import Collectives, among
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.naming import Written
 from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
 from thinwire.programs.sparse_gradients import takes_sparse
 
 
 @dataclass(frozen=True, repr=False)
-class Alone(Written):
+class Alone(ReprAsWritten):
     """A program that sends nothing, so that every rank keeps its own gradients."""
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Return the bucket unchanged."""
         return Outcome(bucket.buffer)
         yield  # a program is a generator
 
 
 @dataclass(frozen=True, repr=False)
-class Within(Written):
+class Within(ReprAsWritten):
     """A program that runs `program` among some ranks, this one included."""
 
     program: Program
@@ -42,7 +42,7 @@ class Within(Written):
         """True if the program averages sparse gradients."""
         return takes_sparse(self.program)
 
-    def __call__(self, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program with these ranks as the whole world."""
         inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
         return (yield from among(self.ranks, self.program(inner, memory)))

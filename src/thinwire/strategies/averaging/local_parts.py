@@ -29,7 +29,7 @@ class LocalParts(Mapping[str, torch.Tensor]):
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def no_autograd() -> Iterator[None]:
     """Disable autograd and inference mode. Tensors made in inference mode could not be trained."""
     with torch.inference_mode(False), torch.no_grad():
         yield

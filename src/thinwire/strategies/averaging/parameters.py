@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import MismatchError
 
@@ -19,7 +19,7 @@ _PADDED = 512
 """Usage counts are padded to a multiple of this, so that ranks with different counts can be compared."""
 
 
-def average(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
+def average(parameters: Sequence[torch.Tensor], size: int) -> Collectives[None]:
     """Average parameters over `size` ranks, in place. All ranks must give the same number and shapes.
 
     >>> from thinwire.engine.simulate import simulate
@@ -40,7 +40,7 @@ def average(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
             parameter.copy_(mean.real if only_real else mean)
 
 
-def average_used(parameters: Sequence[torch.Tensor], size: int) -> Steps[None]:
+def average_used(parameters: Sequence[torch.Tensor], size: int) -> Collectives[None]:
     """Average the parameters that have a gradient on any rank, in place.
 
     Ranks without a gradient contribute their parameter's value. Ranks first agree on the parameters in use,

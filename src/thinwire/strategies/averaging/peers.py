@@ -5,20 +5,25 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from thinwire.ddp.step import StepOwner
 from thinwire.engine.engine import Engine
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS, Meter
-from thinwire.engine.ops import Steps, among
+from thinwire.engine.ops import Collectives, among
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
+from thinwire.step.transaction import StepTransaction
 from thinwire.strategies.averaging.exchange import Members, ModelExchange, packed
+from thinwire.strategies.averaging.exchange_id import (
+    ExchangeId,
+    any_diverged,
+    compare_points,
+    gather_diverged,
+)
 from thinwire.strategies.averaging.groups import members_of
-from thinwire.strategies.averaging.points import Point, any_diverged, compare_points, gather_diverged
 from thinwire.strategies.averaging.policy import Average, Averaging
 
 
-class Peers:
+class AveragingGroup:
     """Exchanges among all ranks, or among some of them, on a separate process group.
 
     Constructing one is collective.
@@ -29,7 +34,7 @@ class Peers:
         config: Averaging,
         group: dist.ProcessGroup,
         communicator: GroupCommunicator,
-        steps: StepOwner,
+        steps: StepTransaction,
         meter: Meter,
         device: torch.device,
     ) -> None:
@@ -48,7 +53,7 @@ class Peers:
 
     def exchange(
         self,
-        point: Point,
+        point: ExchangeId,
         tensors: Mapping[str, torch.Tensor],
         program: Program,
         memory: Memory,
@@ -76,15 +81,10 @@ class Peers:
         compare_points(gathered, self.engine.world_ranks(self.everyone))
         return any_diverged(gathered)
 
-    def run(self, steps: Steps[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
+    def run(self, steps: Collectives[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
         """Run a single program among some ranks, and return its result."""
-        instead = torch.zeros(0, dtype=torch.float32, device=self._device)
         job = steps if ranks == self.everyone else among(ranks, steps)
-        future = self.engine.submit(job, step=self._steps.count, label=label, last=True, instead=instead)
-        self.engine.guard()
-        self.engine.settle()
-        result: torch.Tensor = future.wait()
-        return result
+        return self.engine.run(job, step=self._steps.count, label=label)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from thinwire.codecs.checks import check_whole, is_whole
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import describe
+from thinwire.programs.description import describe
 from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.groups import Groups, check_groups
 from thinwire.strategies.averaging.outer import Tuning
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
 
 Buffers: TypeAlias = Literal["mean", "rank0", "local"]
 OptimizerState: TypeAlias = Literal["local", "mean", "reset"]

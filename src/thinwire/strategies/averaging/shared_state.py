@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from thinwire.engine.ops import AllReduce, Broadcast, Steps
+from thinwire.engine.ops import AllReduce, Broadcast, Collectives
 from thinwire.engine.pack import local_part, pack, unpack
 
 _STEP = "step"
 """The key of torch's step counts, which have the same shape as a parameter without dimensions."""
 
 
-def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Steps[torch.Tensor]:
+def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Collectives[torch.Tensor]:
     """Make buffers equal on all ranks, in place.
 
     Args:
@@ -37,7 +37,7 @@ def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Steps
 
 def one_state(
     parameters: Sequence[torch.Tensor], optimizers: Sequence[Optimizer], size: int
-) -> Steps[torch.Tensor]:
+) -> Collectives[torch.Tensor]:
     """Make the optimizers' state equal on all ranks, so that equal gradients keep models equal.
 
     Tensors of their parameter's shape are averaged. All other numbers, such as step counts, are copied from
@@ -67,7 +67,7 @@ def one_state(
 
 def mean_of_states(
     parameters: Sequence[torch.Tensor], optimizers: Iterable[Optimizer], size: int
-) -> Steps[torch.Tensor]:
+) -> Collectives[torch.Tensor]:
     """Average the optimizers' state tensors of their parameter's shape, in place.
 
     A parameter without state on some rank, where it was never used, keeps each rank's own state.
@@ -83,7 +83,7 @@ def mean_of_states(
     return _nothing()
 
 
-def _alike(counts: Sequence[int], device: torch.device, size: int) -> Steps[list[bool]]:
+def _alike(counts: Sequence[int], device: torch.device, size: int) -> Collectives[list[bool]]:
     """Return whether each of these numbers is equal on all ranks, that is, has no variance."""
     pairs = [[count, count**2] for count in counts]
     sums = yield AllReduce(torch.tensor(pairs, dtype=torch.int64, device=device))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from thinwire.codecs.topk import LargestEntries
+from thinwire.programs.description import preset
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
-from thinwire.programs.naming import preset
 from thinwire.strategies.averaging.diloco import DiLoCo
 
 _BLOCK = 4096

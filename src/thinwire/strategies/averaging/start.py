@@ -4,7 +4,7 @@ import torch
 
 from thinwire.engine.blocking import run_abreast
 from thinwire.engine.pack import real_numbers
-from thinwire.strategies.attached import AttachedModel
+from thinwire.step.model import AttachedModel
 from thinwire.strategies.zero.parameters import batches, share
 
 

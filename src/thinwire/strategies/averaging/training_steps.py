@@ -8,10 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.amp.skipped_steps import SkippedSteps
-from thinwire.ddp.model import remove_handles
 from thinwire.engine.futures import at_work
 from thinwire.engine.pack import local_part
-from thinwire.strategies.attached import AttachedModel
+from thinwire.models.ddp.model import remove_handles
+from thinwire.step.model import AttachedModel
 
 _LONG_WITHOUT_A_STEP = 10
 _CERTAIN = 2

@@ -12,13 +12,13 @@ from thinwire.engine.meter import MODELS, Meter
 from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, MismatchError, ThinwireError, WireError
 from thinwire.programs.program import Program
-from thinwire.strategies.averaging.local_parts import quietly
+from thinwire.strategies.averaging.local_parts import no_autograd
 from thinwire.strategies.averaging.shared_state import reset_states
 from thinwire.strategies.live.exchange import Exchange, Work
+from thinwire.strategies.live.handshake import Decision, hashed
 from thinwire.strategies.live.membership import LiveCommunicator, Membership
 from thinwire.strategies.live.replica import SAME_SET_UP, Prepared, Replica
-from thinwire.strategies.live.roll_call import Decision, hashed
-from thinwire.strategies.live.standing import OneRank, ReplicaRanks, Standing, agree
+from thinwire.strategies.live.status import OneRank, ReplicaRanks, ReplicaStatus, agree
 
 logger = logging.getLogger("thinwire")
 
@@ -152,7 +152,7 @@ class LiveAverager:
         """
         membership, replica = self._membership, self._replica
         replica.anchors  # noqa: B018 - taken now, before a peer may ask for them
-        with at_work(), quietly():
+        with at_work(), no_autograd():
             try:
                 membership.begin(timedelta(seconds=max(_LEAST, deadline - time.monotonic())))
             except BaseException:
@@ -186,7 +186,7 @@ class LiveAverager:
         communicator.release()
         return work, error
 
-    def _standing(self, final: bool) -> Standing:
+    def _standing(self, final: bool) -> ReplicaStatus:
         """Agree with the other ranks of this replica on what to tell the other replicas."""
         replica, every = self._replica, self._check_every
         return agree(
@@ -198,7 +198,7 @@ class LiveAverager:
         )
 
     def _exchange(
-        self, standing: Standing, communicator: LiveCommunicator, final: bool
+        self, standing: ReplicaStatus, communicator: LiveCommunicator, final: bool
     ) -> tuple[Work | None, ThinwireError | None]:
         membership, replica = self._membership, self._replica
         engine = Engine(communicator, device=replica.device, meter=self._meter, purpose=MODELS)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import torch
 
 from thinwire.engine.engine import Engine
-from thinwire.engine.ops import AllGather, Steps
+from thinwire.engine.ops import AllGather, Collectives
 from thinwire.errors import DivergedError, WireError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import Memory, Staged
 from thinwire.programs.program import NO_EXCEPTIONS, Program
 from thinwire.strategies.averaging.exchange import Members, ModelExchange, check_finite, packed
-from thinwire.strategies.averaging.points import Point
+from thinwire.strategies.averaging.exchange_id import ExchangeId
 from thinwire.strategies.averaging.shared_state import share_buffers
+from thinwire.strategies.live.handshake import Decision, Row, decide, decoded, gather_rows
 from thinwire.strategies.live.membership import Membership
 from thinwire.strategies.live.replica import Replica
-from thinwire.strategies.live.roll_call import Decision, Row, decide, decoded, gather_rows
-from thinwire.strategies.live.standing import Standing
+from thinwire.strategies.live.status import ReplicaStatus
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Exchange:
         self,
         membership: Membership,
         replica: Replica,
-        standing: Standing,
+        standing: ReplicaStatus,
         engine: Engine,
         exceptions: Mapping[str, Program],
     ) -> None:
@@ -85,7 +85,7 @@ class Exchange:
             WireError: A replica died or stalled.
             DivergedError: This replica's model holds inf or NaN.
         """
-        work = Work(self._roll_call(final))
+        work = Work(self._handshake(final))
         if work.decision.different:
             with contextlib.suppress(WireError, ValueError):  # of another version, which does not send it
                 work.set_ups = self._set_ups()
@@ -105,7 +105,7 @@ class Exchange:
         received = torch.ones(1, dtype=torch.int32, device=self._replica.device)
         self._run(_gather(received), "the acknowledgement")
 
-    def _roll_call(self, final: bool) -> Decision:
+    def _handshake(self, final: bool) -> Decision:
         replica, membership, standing = self._replica, self._membership, self._standing
         own = Row(
             set_up=replica.set_up_hash,
@@ -176,7 +176,7 @@ class Exchange:
         number = replica.exchanges // len(replica.fragments)
         work = packed(changes, program, exceptions, self._members, number)
         complex_names = {name for name, change in changes.items() if change.is_complex()}
-        point = Point(decision.step, None if decision.final else fragments[0])
+        point = ExchangeId(decision.step, None if decision.final else fragments[0])
         return ModelExchange(self._engine, point, work, complex_names, memory, self._members).means()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -188,18 +188,11 @@ class Exchange:
         self._run(share_buffers(list(copies.values()), how, self._members.size), "buffers")
         return copies
 
-    def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
-        """Run a single program, and return its result."""
-        instead = torch.zeros(0, dtype=torch.float32, device=self._replica.device)
-        number = self._replica.step
-        future = self._engine.submit(steps, step=number, label=label, last=True, instead=instead)
-        self._engine.guard()
-        self._engine.settle()
-        result: torch.Tensor = future.wait()
-        return result
+    def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
+        return self._engine.run(steps, step=self._replica.step, label=label)
 
 
-def _gather(own: torch.Tensor) -> Steps[torch.Tensor]:
+def _gather(own: torch.Tensor) -> Collectives[torch.Tensor]:
     """Gather the tensors of all replicas."""
     gathered: torch.Tensor = yield AllGather(own)
     return gathered

@@ -17,13 +17,13 @@ from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
 from thinwire.programs.memory import Memory, Staged
-from thinwire.programs.names import original_name
+from thinwire.programs.parameter_names import original_name
 from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenly
-from thinwire.strategies.averaging.local_parts import quietly
+from thinwire.strategies.averaging.local_parts import no_autograd
 from thinwire.strategies.averaging.policy import Averaging, OuterLoop
 from thinwire.strategies.averaging.state import check_tensors
+from thinwire.strategies.live.handshake import hashed
 from thinwire.strategies.live.optimizer_state import load_local_state, local_state
-from thinwire.strategies.live.roll_call import hashed
 
 logger = logging.getLogger("thinwire")
 
@@ -155,7 +155,7 @@ class Replica:
 
     def return_to_anchors(self, names: Sequence[str] | None = None) -> None:
         """Set parameters to their anchors, in place."""
-        with quietly():
+        with no_autograd():
             parameters = self.parameters
             for name in parameters if names is None else names:
                 parameters[name].copy_(self.anchors[name])
@@ -249,7 +249,7 @@ class Replica:
         self.last_exchange, self.window, self.prepared = state["exchange"], 0, None
         self.memory.take_shared(shared)
         self.return_to_anchors()
-        with quietly():
+        with no_autograd():
             for name, buffer in self.buffers.items():
                 buffer.copy_(buffers[name])
 
@@ -287,6 +287,6 @@ class Replica:
         self._take({**state, "shared": memory.shared().state_dict()})
         self.memory.take_over(memory)
         self.window, self._fresh = state["window"], False
-        with quietly():
+        with no_autograd():
             for name, one in self.parameters.items():
                 one.copy_(state["parameters"][name])

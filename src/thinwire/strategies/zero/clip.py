@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from thinwire.ddp.internals import version_of
-from thinwire.engine.ops import AllGather, Steps
+from thinwire.engine.ops import AllGather, Collectives
+from thinwire.models.ddp.internals import version_of
 
 
 def norm_of(gradients: Iterable[torch.Tensor], kind: float) -> torch.Tensor:
@@ -18,7 +18,7 @@ def norm_of(gradients: Iterable[torch.Tensor], kind: float) -> torch.Tensor:
     return total
 
 
-def total_norm(own: torch.Tensor, kind: float) -> Steps[torch.Tensor]:
+def total_norm(own: torch.Tensor, kind: float) -> Collectives[torch.Tensor]:
     """Return the total norm of all ranks' gradients, given each rank's own."""
     norms = yield AllGather(own.reshape(1))
     total: torch.Tensor = torch.linalg.vector_norm(norms.flatten(), kind)

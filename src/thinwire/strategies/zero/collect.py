@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.trees import copied
-from thinwire.engine.ops import Broadcast, Steps
+from thinwire.engine.ops import Broadcast, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import StateError
 from thinwire.strategies.zero.parameters import BATCH, batches
@@ -25,7 +25,7 @@ _STATE = "state"
 
 def collect(
     own: dict[Any, Any], rank: int, size: int, to: int | None, device: torch.device, limit: int = BATCH
-) -> Steps[list[dict[Any, Any]]]:
+) -> Collectives[list[dict[Any, Any]]]:
     """Return every rank's `own` by rank, copied to the CPU of rank `to`, and an empty list on the others.
 
     Args:
@@ -59,7 +59,7 @@ def collect(
 
 def _shard(
     own: dict[Any, Any], owner: int, rank: int, keeps: bool, device: torch.device, limit: int
-) -> Steps[dict[Any, Any]]:
+) -> Collectives[dict[Any, Any]]:
     """Broadcast one owner's description and tensors, and return its state if this rank keeps it."""
     text = _describe(own) if rank == owner else b""
     length = yield Broadcast(torch.tensor([len(text)], dtype=torch.int64, device=device), src=owner)

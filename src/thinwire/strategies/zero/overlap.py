@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.ddp.internals import after_ddp_finishes, queue_callback
 from thinwire.engine.engine import Engine
 from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.ops import AllReduce, Await, Steps
+from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
+from thinwire.models.ddp.internals import after_ddp_finishes, queue_callback
 from thinwire.programs.program import Bucket
 from thinwire.strategies.zero.partial_step import gradients_in
 from thinwire.strategies.zero.pieces import Pieces
@@ -164,7 +164,7 @@ class Overlap:
         buffer: torch.Tensor,
         reduced: "torch.futures.Future[Any]",
         used_here: set[int] | None,
-    ) -> Steps[torch.Tensor]:
+    ) -> Collectives[torch.Tensor]:
         value = yield Await(reduced)
         result = value[0] if isinstance(value, list) else value
         if result.data_ptr() != buffer.data_ptr():
@@ -182,7 +182,7 @@ class Overlap:
             yield from self._share(list(held))
         return buffer
 
-    def _sum_usage(self, used_here: set[int], held: Pairs, own: Pairs) -> Steps[None]:
+    def _sum_usage(self, used_here: set[int], held: Pairs, own: Pairs) -> Collectives[None]:
         """Sum over all ranks which parameters are used, to be read after backward."""
         here = [float(id(parameter) in used_here) for parameter, _ in held.values()]
         by_owner = [flag * (name in own) for name, flag in zip(held, here, strict=True)]
@@ -192,7 +192,7 @@ class Overlap:
         unused = {name: pair for name, pair in own.items() if id(pair[0]) not in used_here}
         self._undecided.append(_Undecided(list(held), unused, used))
 
-    def _share(self, names: list[str]) -> Steps[torch.Tensor]:
+    def _share(self, names: list[str]) -> Collectives[torch.Tensor]:
         tensors = {name: real_numbers(self._parameters[name]) for name in names}
         like = tensors[names[0]]
         shapes = tuple(tensors[name].shape for name in names)

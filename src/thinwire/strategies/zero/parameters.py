@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from thinwire.engine.ops import Broadcast, Steps
+from thinwire.engine.ops import Broadcast, Collectives
 from thinwire.engine.pack import pack, unpack
 
 BATCH = 1 << 25
@@ -46,7 +46,7 @@ def in_turn(
                 yield owner, batch[turn]
 
 
-def share(tensors: Sequence[torch.Tensor], owner: int, rank: int) -> Steps[None]:
+def share(tensors: Sequence[torch.Tensor], owner: int, rank: int) -> Collectives[None]:
     """Broadcast one batch of the owner's tensors, in place. A single contiguous tensor needs no copy.
 
     >>> from thinwire.engine.simulate import simulate

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from thinwire.ddp.internals import no_step_hooks
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import UnavailableError
+from thinwire.models.ddp.internals import no_step_hooks
 
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

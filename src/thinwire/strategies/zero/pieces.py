@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.engine.ops import Exchange, Steps
+from thinwire.engine.ops import Collectives, Exchange
 from thinwire.engine.pack import pack, unpack
 from thinwire.programs.program import Bucket
 
@@ -36,7 +36,7 @@ class Pieces:
         """Return a flat copy of each owner's tensors, empty for ranks that own none."""
         return [pack([tensors[name] for name in own]) if own else like.new_empty(0) for own in self.names]
 
-    def share(self, own: torch.Tensor, rank: int) -> Steps[dict[str, torch.Tensor]]:
+    def share(self, own: torch.Tensor, rank: int) -> Collectives[dict[str, torch.Tensor]]:
         """Send this rank's own piece to all ranks, and return all ranks' tensors by name."""
         lengths = self.lengths
         sends = tuple(0 if other == rank else own.numel() for other in range(len(lengths)))
@@ -51,7 +51,7 @@ class Pieces:
         }
 
 
-def total(pieces: Sequence[torch.Tensor], rank: int) -> Steps[torch.Tensor]:
+def total(pieces: Sequence[torch.Tensor], rank: int) -> Collectives[torch.Tensor]:
     """Send every other piece to its owner, and return the sum over ranks of this rank's own piece."""
     sends = tuple(0 if other == rank else piece.numel() for other, piece in enumerate(pieces))
     own = pieces[rank]

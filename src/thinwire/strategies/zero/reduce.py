@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from thinwire.codecs.codec import Codec
-from thinwire.engine.ops import Exchange, Steps
+from thinwire.engine.ops import Collectives, Exchange
 from thinwire.engine.pack import unpack
 from thinwire.programs.allreduce import Exact, Reduced
 from thinwire.programs.coding import layout_of, own_codecs
@@ -19,7 +19,9 @@ from thinwire.programs.twoshot import TwoShot
 from thinwire.strategies.zero.pieces import Pieces, total
 
 
-def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Steps[torch.Tensor]:
+def reduce_to_owners(
+    program: Program, bucket: Bucket, pieces: Pieces, memory: Memory
+) -> Collectives[torch.Tensor]:
     """Return the mean of the gradients of a bucket that this rank owns, in one flat tensor.
 
     With `Exact` and codec programs, gradients are sent to their owners only, which is (W-1)/W of an encoding.
@@ -45,7 +47,7 @@ def reduce_to_owners(program: Program, bucket: Bucket, pieces: Pieces, memory: M
     return (yield from _from_all(program, bucket, pieces, memory))
 
 
-def _from_all(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Steps[torch.Tensor]:
+def _from_all(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Collectives[torch.Tensor]:
     """Average with a program among all ranks, and return the part of the mean that this rank owns."""
     mean = (yield from outcome_of(program, bucket, memory)).mean
     return pieces.cut(replace(bucket, buffer=mean).views(), mean)[bucket.rank]
@@ -57,7 +59,7 @@ def _codec_of(program: Program) -> Codec | None:
 
 def _with_feedback(
     codec: Codec, keep: float, bucket: Bucket, pieces: Pieces, memory: Memory
-) -> Steps[torch.Tensor]:
+) -> Collectives[torch.Tensor]:
     """Reduce with error feedback, each rank keeping the residual of its own encodings."""
     views = {}
     for name, gradient in bucket.views().items():
@@ -80,7 +82,7 @@ def _with_feedback(
 
 def _encoded(
     codec: Codec, bucket: Bucket, cut: list[torch.Tensor], *, track_error: bool
-) -> Steps[torch.Tensor]:
+) -> Collectives[torch.Tensor]:
     """Send encoded pieces to their owners and return the own mean. Leave errors in `cut` if tracked."""
     rank, world = bucket.rank, bucket.world_size
     codecs, own = own_codecs(codec, bucket), cut[rank]

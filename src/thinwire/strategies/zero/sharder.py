@@ -12,19 +12,19 @@ from torch.optim import Optimizer
 from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
 from thinwire.checkpoint.validate import check_tensor
-from thinwire.ddp.model import remove_handles
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
-from thinwire.engine.ops import AllReduce, Steps
+from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.errors import StateError, UnavailableError
+from thinwire.models.ddp.model import remove_handles
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program
-from thinwire.strategies.attached import refuse_unfrozen, require_ddp
-from thinwire.strategies.strategy import Context, Strategy
+from thinwire.step.model import refuse_unfrozen, require_ddp
+from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
 from thinwire.strategies.zero.collect import collect
@@ -111,7 +111,7 @@ class Sharder(Strategy):
         """Return a program that reduces a bucket's gradients to their owners by `program`."""
         return partial(self._reduce, program)
 
-    def _reduce(self, program: Program, bucket: Bucket, memory: Memory) -> Steps[Outcome]:
+    def _reduce(self, program: Program, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         pieces = Pieces.of(bucket, self.owners)
         mean = yield from reduce_to_owners(program, bucket, pieces, memory)
         names = pieces.names[self._rank]
@@ -127,7 +127,7 @@ class Sharder(Strategy):
             into[name].copy_(gradient)
         return Outcome(bucket.buffer, finite=finite(mean))
 
-    def _unused_in(self, bucket: Bucket) -> Steps[set[str]]:
+    def _unused_in(self, bucket: Bucket) -> Collectives[set[str]]:
         """Return the parameters of a bucket that no rank uses under static_graph, which are not stepped.
 
         They are the same in every step, so each is looked up once. Plain DDP leaves them without a gradient,
@@ -219,7 +219,7 @@ class Sharder(Strategy):
         forget_owned(own["param_groups"])
         states: list[dict[Any, Any]] = []
 
-        def collecting() -> Steps[torch.Tensor]:
+        def collecting() -> Collectives[torch.Tensor]:
             states.extend((yield from collect(own["state"], self._rank, self._size, to, self._device)))
             return self._nothing()
 
@@ -291,15 +291,8 @@ class Sharder(Strategy):
             raise UnavailableError(_ADDED)
         return torch.tensor(overflows == 0, dtype=torch.bool, device="cpu")
 
-    def _run(self, steps: Steps[torch.Tensor], label: str) -> torch.Tensor:
-        """Run a program after those already submitted, and wait for all of them."""
-        nothing, count = self._nothing(), self.context.reducer.steps.count
-        with at_work():
-            future = self._engine.submit(steps, step=count, label=label, last=True, instead=nothing)
-            self._engine.guard()
-            self._engine.settle()
-            result: torch.Tensor = future.wait()
-        return result
+    def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
+        return self._engine.run(steps, step=self.context.reducer.steps.count, label=label)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = _closure_in(args, kwargs)
@@ -397,7 +390,7 @@ class Sharder(Strategy):
                 own = self._own[name]
                 own.copy_(torch.where(own == rounded, master, own))  # keep values that the user has set since
 
-    def _share(self, pieces: Pieces) -> Steps[torch.Tensor]:
+    def _share(self, pieces: Pieces) -> Collectives[torch.Tensor]:
         """Send own parameters to all ranks, rounded if configured, and copy in those of other owners."""
         # A bucket of torch 2.9 holds complex numbers, one of 2.13 pairs. Parameters are always sent as pairs.
         shapes = tuple(tuple(real_numbers(self._every[name]).shape for name in own) for own in pieces.names)
@@ -420,7 +413,7 @@ class Sharder(Strategy):
         return own
 
 
-def _summed(tensor: torch.Tensor) -> Steps[torch.Tensor]:
+def _summed(tensor: torch.Tensor) -> Collectives[torch.Tensor]:
     total: torch.Tensor = yield AllReduce(tensor)
     return total
 

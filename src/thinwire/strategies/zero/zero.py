@@ -8,10 +8,10 @@ from torch.amp import GradScaler
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.naming import describe
+from thinwire.programs.description import describe
 from thinwire.programs.program import Program, check_fit, require_program
-from thinwire.strategies.attached import require_ddp
-from thinwire.strategies.strategy import Configuration, Context, Strategy, Target
+from thinwire.step.model import require_ddp
+from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.assignment import owners
 
 

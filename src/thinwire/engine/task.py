@@ -1,0 +1,105 @@
+"""Steps, and the programs that run in them."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thinwire.engine.futures import Result
+from thinwire.engine.meter import OpRecord, StepTrace
+from thinwire.engine.ops import Await, Collective, Collectives
+from thinwire.engine.order import Agenda
+from thinwire.engine.pending import Pending
+from thinwire.errors import ThinwireError
+
+
+class EngineStep:
+    """The programs of one backward pass."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.agenda = Agenda()
+        self.runs: list[Task] = []
+        self.trace = trace
+        self.done = threading.Event()
+        self.thread = threading.get_ident()
+        """The thread that submits the programs."""
+        self.awaited_since: float | None = None
+        self.guarded = False
+        """Whether `Engine.settle` will raise the step's error, so that futures need not carry it."""
+
+    @property
+    def step(self) -> "EngineStep":
+        """The step itself. Queued among its runs, it separates those before it from those after it."""
+        return self
+
+    def end(self) -> None:
+        """Mark the step as done, and drop the references to its buckets."""
+        self.runs.clear()
+        self.done.set()
+
+
+class Task:
+    """One submitted program while it runs.
+
+    Args:
+        program: The generator.
+        label: The name of its work, for errors.
+        last: Whether it ends its step.
+        step: The step it belongs to.
+        instead: The future's value if the program fails in a guarded step.
+        awaited: Called when a hook waits for the future.
+    """
+
+    def __init__(
+        self,
+        program: Collectives[torch.Tensor],
+        label: object,
+        last: bool,
+        step: EngineStep,
+        instead: torch.Tensor,
+        awaited: Callable[[], None],
+    ) -> None:
+        self.program: Collectives[torch.Tensor] | None = program
+        self.label = label
+        self.last = last
+        self.step = step
+        self.op: Collective | Await | None = None
+        self.stage = 0
+        """The stage of the turn that the program takes next."""
+        self.held: Collective | Await | None = None
+        """The program's next collective, until it is issued."""
+        self.early = False
+        """Whether the program may resume before its turn in the static order."""
+        self.pending: Pending | None = None
+        self.record: OpRecord | None = None
+        self._instead: torch.Tensor | None = instead
+        self.future = Result(instead.device, awaited)
+
+    def resolve(self, value: Any) -> None:
+        """Complete the future with the program's result."""
+        self.program = self.op = self.pending = self._instead = None
+        self.future.set_result(value)
+
+    def fail(self, error: ThinwireError) -> None:
+        """Complete the future with the error, or in a guarded step with `instead`.
+
+        DDP would lose the type of an error that a future holds.
+        """
+        if self.program is not None:
+            with contextlib.suppress(Exception):  # errors of its clean-up would hide the failure
+                self.program.close()
+            if self.step.guarded:
+                self.resolve(self._instead)
+            else:
+                self.program = self.op = self.pending = self._instead = None
+                self.future.fail(anew(error))
+
+
+def anew(error: ThinwireError) -> ThinwireError:
+    """Copy an error without traceback and context; a subclass's constructor may take other arguments."""
+    copy = type(error).__new__(type(error))
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    return copy

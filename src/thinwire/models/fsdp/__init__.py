@@ -1,0 +1,1 @@
+"""FSDP2 models (`fully_shard`): the only room that touches their internals."""

@@ -1,0 +1,92 @@
+"""Agreement between the ranks of one replica, each of which holds a shard of the model."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from thinwire.engine.engine import Engine
+from thinwire.engine.ops import AllGather, AllReduce, Collectives
+from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.task import anew
+from thinwire.errors import ThinwireError
+from thinwire.step.connection import Connection
+from thinwire.step.transaction import StepTransaction
+
+
+class Shards:
+    """Agreement among the ranks of one replica, on a process group of thinwire's own.
+
+    Its few bytes are sent within the replica, so the wire's meter does not count them.
+
+    Args:
+        group: The ranks that hold the replica together.
+        connection: How to connect to them, with what must be equal for all shards.
+        device: The device of the gradients.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, connection: Connection, device: torch.device) -> None:
+        self._group, self._connection, self._device = group, connection, device
+        self._engine: Engine | None = None
+        self.rendezvous: StoreRendezvous | None = None
+        """Where the ranks of the replica report failures, after `open`."""
+
+    def open(self) -> None:
+        """Compare what must be equal for all shards, then make the process group. Collective."""
+        communicator, self._engine = self._connection.open(self._group, self._device)
+        self.rendezvous = communicator.rendezvous
+
+    def all_true(self, flag: torch.Tensor, step: int) -> torch.Tensor:
+        """Return whether a scalar bool tensor is true on all ranks of the replica. Collective.
+
+        A single shard may overflow. If only its rank skipped the step, shards would be of different steps.
+        """
+        if self._group.size() == 1:
+            return flag
+        return self._run(_all_true(flag), step, "the agreement on overflows")
+
+    def gather(self, numbers: Sequence[int], step: int) -> list[list[int]]:
+        """Return the numbers of all ranks of the replica, in the order of ranks. Collective."""
+        own = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
+        return self._run(_gathered(own), step, "the agreement within the replica").tolist()
+
+    def _run(self, steps: Collectives[torch.Tensor], step: int, label: str) -> torch.Tensor:
+        assert self._engine is not None, "open() comes first"
+        return self._engine.run(steps, step=step, label=label)
+
+    def fail(self, error: ThinwireError) -> None:
+        """Report a failure of this rank's wire to the other shards, which would wait for this one."""
+        if self._engine is not None:
+            with contextlib.suppress(ThinwireError):
+                self._engine.fail(anew(error))  # the caller raises `error`, whose frames refer to the model
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def _all_true(flag: torch.Tensor) -> Collectives[torch.Tensor]:
+    false = flag.logical_not().to(torch.int32).reshape(1)
+    total: torch.Tensor = yield AllReduce(false)
+    return (total == 0).reshape(())
+
+
+def _gathered(own: torch.Tensor) -> Collectives[torch.Tensor]:
+    rows: torch.Tensor = yield AllGather(own)
+    return rows
+
+
+class ShardSteps(StepTransaction):
+    """The steps of an FSDP2 model. A failure on one shard's wire is reported to the other shards."""
+
+    shards: Shards | None = None
+
+    def _settle(self) -> None:
+        try:
+            super()._settle()
+        except ThinwireError as error:
+            if self.shards is not None:
+                self.shards.fail(error)
+            raise

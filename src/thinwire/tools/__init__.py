@@ -1,0 +1,1 @@
+"""Command-line tools: the lab, the benchmark, reports. Nothing else imports them."""
