@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.process_group import _backend_holders
+from thinwire.engine.comm.process_group import _backend_holders
 
 # On some virtual machines AMX, which oneDNN takes for bf16, is an illegal instruction in a forked process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

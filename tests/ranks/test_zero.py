@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
-from thinwire.engine.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.borrowed_group import BorrowedGroup
 from thinwire.errors import MismatchError, WireError
 from thinwire.optim import ZeroRedundancyOptimizer
 

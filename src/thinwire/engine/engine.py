@@ -17,8 +17,7 @@ from functools import partial
 
 import torch
 
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.failure import world_ranks
+from thinwire.engine.comm.communicator import Communicator, world_ranks
 from thinwire.engine.futures import Result, at_work
 from thinwire.engine.meter import GRADIENTS, Meter, Stats, StepTrace
 from thinwire.engine.ops import Collectives

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.communicator import Communicator, NotConnectedError
-from thinwire.engine.failure import CAUSE, report, unresponsive, world_ranks
+from thinwire.engine.comm.communicator import (
+    CAUSE,
+    Communicator,
+    NotConnectedError,
+    report,
+    unresponsive,
+    world_ranks,
+)
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective

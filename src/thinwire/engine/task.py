@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from thinwire.engine.comm.pending import Pending
 from thinwire.engine.futures import Result
 from thinwire.engine.meter import OpRecord, StepTrace
 from thinwire.engine.ops import Await, Collective, Collectives
 from thinwire.engine.order import Agenda
-from thinwire.engine.pending import Pending
 from thinwire.errors import ThinwireError
 
 
