@@ -75,7 +75,7 @@ class Issuer(ABC):
 
     limit: timedelta
     registered: ClassVar[bool] = False
-    """Whether torch.distributed made the group."""
+    """Whether torch.distributed made the group, and its functions work on it."""
 
     @property
     @abstractmethod
@@ -108,6 +108,57 @@ class Issuer(ABC):
         """
         if isinstance(op, Await):
             return PendingFuture(op.future, self.limit)
+        rank, size = self._place(op)
+        # Ranks skip an empty tensor alike, since all have the same shape. An empty Exchange may receive.
+        if size == 1 or (op.tensor.numel() == 0 and not isinstance(op, Exchange)):
+            return Arrived(deliver(op, [op.tensor] * size)[rank])
+        group, mailbox = self._route(op)
+        if mailbox is not None and isinstance(op, Messaged):
+            return mailbox.exchange(op, turn)
+        tensor = _carrier(op.tensor)
+        # NCCL would copy a list of tensors, and has a reduce-scatter of its own.
+        in_one_tensor = self.registered and tensor.device.type != "cpu"
+        match op:  # options keep their defaults, with which every backend returns a work at once (`asyncOp`)
+            case AllReduce():
+                work = group.allreduce([tensor], dist.AllreduceOptions())
+            case AllGather():
+                gathered = op.tensor.new_empty((size, *op.tensor.shape))
+                into = _carrier(gathered)
+                if in_one_tensor:
+                    work = _all_gather(into.flatten(), tensor.flatten(), group, True)
+                else:
+                    work = group.allgather([list(into.unbind())], [tensor], gather_options())
+                return Issued([work], lambda: gathered)
+            case ReduceScatter() if in_one_tensor:
+                own = torch.empty_like(op.tensor[0])
+                work = _reduce_scatter(_carrier(own), tensor, group=group, async_op=True)
+                return Issued([work], lambda: own)
+            case AllToAll() | ReduceScatter():
+                # Gloo's own reduce-scatter sends as much as an all-reduce.
+                received = torch.empty_like(op.tensor)
+                work = group.alltoall_base(_carrier(received), tensor, [], [], dist.AllToAllOptions())
+                if isinstance(op, ReduceScatter):
+                    return Issued([work], lambda: received.sum(0, dtype=received.dtype))
+                return Issued([work], lambda: received)
+            case Exchange(sends=sends, receives=receives):
+                pieces = op.tensor.new_empty(sum(receives))
+                splits = list(receives), list(sends)
+                work = group.alltoall_base(_carrier(pieces), tensor, *splits, dist.AllToAllOptions())
+                return Issued([work], lambda: pieces)
+            case Reduce(dst=dst):
+                to_one = dist.ReduceOptions()
+                to_one.rootRank = dst
+                work = group.reduce([tensor], to_one)
+            case Broadcast(src=src):
+                from_one = dist.BroadcastOptions()
+                from_one.rootRank = src
+                work = group.broadcast([tensor], from_one)
+            case _:
+                raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
+        return Issued([work], lambda: op.tensor)
+
+    def _place(self, op: Collective) -> tuple[int, int]:
+        """Validate a collective; return this rank's place among those that take part, and their number."""
         if not isinstance(op, Collective):
             raise ProgramError(f"a program yielded {op!r}: it must yield collectives of thinwire.engine.ops")
         if op.ranks is not None and not self.registered:
@@ -117,78 +168,19 @@ class Issuer(ABC):
             )
         rank, size = op.place(self.rank, self.size)
         op.check(size)
-        # Ranks skip an empty tensor alike, since all have the same shape. An empty Exchange may receive.
-        if size == 1 or (op.tensor.numel() == 0 and not isinstance(op, Exchange)):
-            return Arrived(deliver(op, [op.tensor] * size)[rank])
-        if _sent_as_bytes(op.tensor) and isinstance(op, AllReduce | ReduceScatter | Reduce):
+        if isinstance(op, AllReduce | ReduceScatter | Reduce) and _sent_as_bytes(op.tensor):
             raise ProgramError(
                 f"{op} cannot be summed: float8 and bool are sent as bytes; decode them before the sum"
             )
-        group, mailbox = self._route(op)
-        if mailbox is not None and isinstance(op, Messaged):
-            return mailbox.exchange(op, turn)
-        return _start(op, group, size, registered=self.registered and op.tensor.device.type != "cpu")
+        return rank, size
 
     @abstractmethod
     def _route(self, op: Collective) -> tuple[Any, Mailbox | None]:
         """Return the process group of the ranks that take part, and its mailbox if `op` goes as messages."""
 
 
-def _start(op: Collective, group: Any, size: int, *, registered: bool) -> Pending:
-    """Call the method of the group that carries a collective.
-
-    Options keep their defaults, with which every backend returns a work at once (`asyncOp`).
-
-    Args:
-        op: The collective.
-        group: The process group of its ranks.
-        size: Their number.
-        registered: Whether to use torch.distributed's calls on one tensor. NCCL would copy a list of tensors,
-            and has a reduce-scatter of its own. Only groups that torch.distributed made have these calls.
-    """
-    tensor = _carrier(op.tensor)
-    match op:
-        case AllReduce():
-            work = group.allreduce([tensor], dist.AllreduceOptions())
-        case AllGather():
-            gathered = op.tensor.new_empty((size, *op.tensor.shape))
-            into = _carrier(gathered)
-            if registered:
-                work = _all_gather(into.flatten(), tensor.flatten(), group, True)
-            else:
-                work = group.allgather([list(into.unbind())], [tensor], gather_options())
-            return Issued([work], lambda: gathered)
-        case ReduceScatter() if registered:
-            own = torch.empty_like(op.tensor[0])
-            work = _reduce_scatter(_carrier(own), tensor, group=group, async_op=True)
-            return Issued([work], lambda: own)
-        case AllToAll() | ReduceScatter():
-            # Gloo's own reduce-scatter sends as much as an all-reduce.
-            received = torch.empty_like(op.tensor)
-            work = group.alltoall_base(_carrier(received), tensor, [], [], dist.AllToAllOptions())
-            if isinstance(op, ReduceScatter):
-                return Issued([work], lambda: received.sum(0, dtype=received.dtype))
-            return Issued([work], lambda: received)
-        case Exchange(sends=sends, receives=receives):
-            pieces = op.tensor.new_empty(sum(receives))
-            splits = list(receives), list(sends)
-            work = group.alltoall_base(_carrier(pieces), tensor, *splits, dist.AllToAllOptions())
-            return Issued([work], lambda: pieces)
-        case Reduce(dst=dst):
-            to_one = dist.ReduceOptions()
-            to_one.rootRank = dst
-            work = group.reduce([tensor], to_one)
-        case Broadcast(src=src):
-            from_one = dist.BroadcastOptions()
-            from_one.rootRank = src
-            work = group.broadcast([tensor], from_one)
-        case _:
-            raise ProgramError(f"{op} is not a supported collective: see thinwire.engine.ops")
-    return Issued([work], lambda: op.tensor)
-
-
 def _sent_as_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.element_size() == 1 and tensor.dtype not in _PLAIN
+    return tensor.dtype not in _PLAIN and tensor.element_size() == 1
 
 
 def _carrier(tensor: torch.Tensor) -> torch.Tensor:
