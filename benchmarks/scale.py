@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.plan.encode import measure
 from thinwire.plan.traffic import Layout, traffic
 from thinwire.programs.program import Program

@@ -12,7 +12,7 @@ import torch
 from thinwire.checkpoint.optimizers import per_rank
 from thinwire.checkpoint.rank_keys import by_rank, choose, rank_key
 from thinwire.checkpoint.wire_state import all_or_none
-from thinwire.engine.blocking import run_blocking
+from thinwire.engine.comm.borrowed_group import run_blocking
 from thinwire.engine.futures import at_work
 from thinwire.errors import StateError, UnavailableError
 from thinwire.saving import own_extra

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
 from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
-from thinwire.engine.process_group import store_of
+from thinwire.engine.comm.process_group import store_of
 
 LIMIT = 6.0
 IN_TIME = 60.0

@@ -14,7 +14,7 @@ import thinwire
 import thinwire.ddp_comm_hooks.post_localSGD_hook
 from thinwire import BF16, FP16, AllReduce, Bucket, Collectives, Exact, Memory, OptionError, Outcome, Program
 from thinwire import ddp_comm_hooks as own_hooks
-from thinwire.engine.agreement import Described, shown
+from thinwire.engine.comm.agreement import Described, shown
 from thinwire.engine.simulate import simulate
 from thinwire.programs.description import describe, short
 from thinwire.programs.program import check_outcome, require_program

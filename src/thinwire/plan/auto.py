@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import agreeing
+from thinwire.engine.comm.agreement import agreeing
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import OptionError

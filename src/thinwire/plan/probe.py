@@ -16,8 +16,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.communicator import Communicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllReduce, AllToAll, Collective, Exchange
 from thinwire.plan.network import HOST_RATE, MESSAGE_SECONDS, NARROW_RATE, Link, Network
 

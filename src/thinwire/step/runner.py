@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import agree_on, decline
+from thinwire.engine.comm.agreement import agree_on, decline
 from thinwire.engine.futures import at_work, is_at_work
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import AttachError, ThinwireError, UnavailableError

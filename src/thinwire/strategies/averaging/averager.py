@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.trees import copied
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS
 from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, StateError

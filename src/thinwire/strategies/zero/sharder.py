@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
 from thinwire.checkpoint.validate import check_tensor
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
