@@ -31,7 +31,7 @@ from thinwire import (
     read_states,
     save_checkpoint,
 )
-from thinwire.saving import _found, _prepare, _replace
+from thinwire.checkpoint.save import _found, _prepare, _replace
 
 DILOCO = DiLoCo(4, program=Int4(), fragments=2, overlap=1)
 PROGRAMS: dict[str, Any] = {

@@ -199,7 +199,7 @@ def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tens
             )
 
 
-def merged(
+def merge_wire_states(
     states: Sequence[dict[str, Any]], merge: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Merge the states of all ranks into one, for every rank of a job of another size.

@@ -18,19 +18,16 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from thinwire.checkpoint.attachment import Attachment, SavableWire
 from thinwire.checkpoint.dcp import PerRank, find_states, read_model, read_states
-from thinwire.checkpoint.optimizers import per_rank
+from thinwire.checkpoint.optimizer_state import per_rank
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied, means, same
 from thinwire.checkpoint.wire_state import all_or_none
 from thinwire.engine.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
-from thinwire.models.ddp.model import Model
-from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.programs.parameter_names import original_name
-from thinwire.step.model import AttachedModel
-from thinwire.wire import Wire
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
 _WRITTEN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
@@ -43,7 +40,7 @@ def save_checkpoint(
     folder: "str | os.PathLike[str]",
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
+    wire: SavableWire,
     **extra: Any,
 ) -> Path:
     """Save the whole state of training; every rank must call it, between steps.
@@ -79,18 +76,18 @@ def save_checkpoint(
     """
     import torch.distributed.checkpoint as dcp  # takes a second to import, and only checkpoints need it
 
-    target = _target(model, wire, "save_checkpoint")
-    path, communicator = Path(folder).resolve(), wire._runner.reducer.communicator
+    path = Path(folder).resolve()
     unfinished = path.with_name(path.name + _UNFINISHED)
-    wire._runner.between_steps("save_checkpoint")  # before anything is sent
+    attached = _attachment(model, wire, "save_checkpoint")  # may raise, so it comes before anything is sent
+    communicator = attached.communicator
     state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
     with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint"):
         _check_numpy(communicator.size)
-        parts = _parts(target, optimizer, wire, extra)
+        parts = _parts(attached, optimizer, extra)
         if communicator.rank == 0:
             _prepare(path, unfinished)
     with at_work():
-        dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=target.group)
+        dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=attached.model.group)
         with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint in place"):
             if communicator.rank == 0:
                 _replace(path, unfinished)
@@ -102,7 +99,7 @@ def load_checkpoint(
     folder: "str | os.PathLike[str]",
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
+    wire: SavableWire,
     *,
     missing_ok: bool = False,
     **extra: Any,
@@ -148,11 +145,9 @@ def load_checkpoint(
             raise OptionError(
                 f"{name}={held!r} has no load_state_dict: leave it out, load_checkpoint returns plain values"
             )
-    target = _target(model, wire, "load_checkpoint")
-    module = target.module("load_checkpoint")
-    wire._runner.between_steps("load_checkpoint")  # before anything is sent
-    communicator = wire._runner.reducer.communicator
-    optimizers = per_rank(optimizer, target.group)
+    attached = _attachment(model, wire, "load_checkpoint")  # may raise, so it comes before anything is sent
+    communicator, module = attached.communicator, attached.model.module("load_checkpoint")
+    optimizers = per_rank(optimizer, attached.model.group)
     path = _found(Path(folder).resolve())
     if missing_ok:
         missing = _is_missing(path)
@@ -166,10 +161,10 @@ def load_checkpoint(
                 f"there is no checkpoint at {str(path)!r}: pass the folder that thinwire.save_checkpoint has"
                 " written, or missing_ok=True to start without one where the folder is empty"
             )
-        local = _local_state(path, communicator.rank, communicator.size)
+        local = _local_state(path, *attached.place)
         tensors = read_model(path, module, local)
         moments, state, others = (read_states(path, key) for key in ("optimizer", "wire", "extra"))
-        saved = own_extra(others, extra, communicator.rank, communicator.size)
+        saved = own_extra(others, extra, *attached.place)
     optimizers.load_state_dict(moments)
     module.load_state_dict(tensors)
     wire.load_state_dict(state)  # last: it may bring this rank's own parameters
@@ -178,51 +173,42 @@ def load_checkpoint(
     return saved
 
 
-def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
-    """Return the handle of the model to save or load: that of the DDP model given, or else the wire's own."""
-    own = wire._runner.context.model
-    if own.shard_key is not None:
+def _attachment(model: nn.Module, wire: SavableWire, what: str) -> Attachment:
+    """Return what the wire is attached to; raise if `model` is another one, or sharded."""
+    attached = wire.attachment(what)
+    shard = attached.model.shard_key
+    if shard is not None:
         raise UnavailableError(
-            f"{what} has one rank write whole parameters, and this rank holds {own.shard_key}: save model and"
+            f"{what} has one rank write whole parameters, and this rank holds {shard}: save model and"
             " optimizer with torch.distributed.checkpoint, and the wire with them, as"
             " dcp.save({'model': ..., 'optimizer': ..., 'wire': wire}, checkpoint_id=folder)"
         )
-    if isinstance(own, Model):
-        return Model(ddp_of(model))
-    if own.module(what) is not model:
-        raise OptionError(
-            f"{what} was called with another {type(model).__name__} than the one that the wire is attached"
-            " to: pass the model that was passed to attach"
-        )
-    return own
+    attached.module_in(model, what)
+    return attached
 
 
 def _parts(
-    target: AttachedModel,
-    optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
-    extra: Mapping[str, Any],
+    attached: Attachment, optimizer: Optimizer | Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return this rank's state for DCP, except the wire's.
 
     DCP stores a key that several ranks give once, and takes each of its tensors from a different rank. Only
     rank 0 therefore gives the state that ranks share. State that differs is under a key that names the rank.
     """
-    rank, size = target.group.rank(), target.group.size()
-    strategy = wire._runner.strategy
+    rank, size = attached.place
     own = {name: _state_of(held) for name, held in extra.items()}
     parts: dict[str, Any] = {"extra": {rank_key(rank, size): (own,)}}
-    moments = per_rank(optimizer, target.group).state_dict()
-    if wire._runner.config.optimizer_state_differs or not strategy.replicas_equal:
+    moments = per_rank(optimizer, attached.model.group).state_dict()
+    if attached.optimizer_state_differs or not attached.replicas_equal:
         parts["optimizer"] = moments
     elif rank == 0:
         parts["optimizer"] = {rank_key(0, 1): moments[rank_key(0, size)]}
-    model = {original_name(name): one for name, one in target.module().state_dict().items()}
+    model = {original_name(name): one for name, one in attached.model.module().state_dict().items()}
     _check_loadable(own, moments, model)
     if rank == 0:
         parts["model"] = model
-    differ = not strategy.replicas_equal and not strategy.saves_model
-    local = set(model) if differ else target.local_state(strategy.saves_model)
+    differ = not attached.replicas_equal and not attached.saves_model
+    local = set(model) if differ else attached.model.local_state(attached.saves_model)
     if local:
         tensors = copied({name: model[name] for name in model if name in local}, _to_cpu)
         parts[_REPLICAS] = {rank_key(rank, size): (tensors,)}
