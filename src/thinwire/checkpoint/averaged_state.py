@@ -89,6 +89,8 @@ def merge_averager_states(states: Sequence[Any]) -> dict[str, Any]:
         raise StateError("some states are of a wire that averages models, and some are not")
     if len({position(state) for state in states}) > 1:
         raise StateError("the states are of different training steps: pass states that were saved together")
+    # Anchors, outer optimizer and averages in flight are equal on all ranks. Models are not: between two
+    # exchanges their mean is what the next exchange would see.
     return {
         **copied(states[0]),
         "parameters": means([state["parameters"] for state in states]),
@@ -100,5 +102,5 @@ def position(state: Mapping[str, Any] | None) -> str:
     """Describe the point of averaging at which a state was saved, which is the same on all ranks."""
     if state is None:
         return "no averages"
-    flights = [(one["fragment"], one["due"]) for one in state["in_flight"]]
+    flights = [(flight["fragment"], flight["due"]) for flight in state["in_flight"]]
     return f"after step {state['step']}, {state['used']} averages, in flight {flights}"

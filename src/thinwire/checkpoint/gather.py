@@ -2,6 +2,10 @@
 
 Frameworks save rank 0's objects and load them on every rank. That loses the other ranks' residuals, and with
 averaged models or `ZeRO` their optimizers too.
+
+`collect` gathers states by broadcasts: each owner broadcasts a description of its state first, with its
+values and its tensors' shapes, then the tensors, batch by batch. Ranks that do not keep the state drop each
+batch. Sends from rank to rank would load the other links less, but saving is rare.
 """
 
 import io
@@ -88,7 +92,7 @@ class GatheredState:
         with at_work():
             program = collect(own, *attached.place, to, model.device)
             gathered = run_blocking(program, model.group) or [own]
-        by_key = {key: {rank: one for each in gathered for rank, one in each[key].items()} for key in own}
+        by_key = {key: {rank: state for each in gathered for rank, state in each[key].items()} for key in own}
         return {"format": FORMAT, **by_key}
 
     @torch.inference_mode(False)  # loaded tensors are updated in place later
@@ -105,12 +109,13 @@ class GatheredState:
         place = attached.place
         with all_or_none(attached.communicator, "load_state_dict of all ranks") as agreed:
             states = _checked(state)
-            for one in states.values():
-                choose(one, *place)
+            for ranked in states.values():
+                choose(ranked, *place)
             if self._extra and "extra" not in states:
                 raise StateError(f"the state has no {', '.join(self._extra)}: it was saved without")
             extra = own_extra(states["extra"], self._extra, *place) if self._extra else {}
             agreed["keys"] = ", ".join(states)
+        # The framework has loaded rank 0's optimizer on every rank. Each rank's own replaces it here.
         if "optimizers" in states:
             per_rank(attached.optimizers, attached.model.group).load_state_dict(states["optimizers"])
         self._wire.load_state_dict(states["wire"])
@@ -130,8 +135,8 @@ def _checked(state: object) -> dict[str, Any]:
             f"format {state.get('format')!r} is not {FORMAT}: the state was written by another version"
         )
     states = {key: state[key] for key in _KEYS if key in state}
-    for key, one in states.items():
-        size, found = by_rank(one)
+    for key, ranked in states.items():
+        size, found = by_rank(ranked)
         if len(found) != size:
             raise StateError(
                 f"{key!r} has the states of {len(found)} of {size} ranks: save the result of state_dict() on"
@@ -185,11 +190,11 @@ def _shard(
     """Broadcast one owner's description and tensors, and return its state if this rank keeps it."""
     text = _describe(own) if rank == owner else b""
     length = yield Broadcast(torch.tensor([len(text)], dtype=torch.int64, device=device), src=owner)
-    words = torch.empty(int(length), dtype=torch.uint8, device=device)
+    encoded = torch.empty(int(length), dtype=torch.uint8, device=device)
     if rank == owner:
-        words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    words = yield Broadcast(words, src=owner)
-    described = _understand(bytes(words.tolist()))
+        encoded.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    encoded = yield Broadcast(encoded, src=owner)
+    described = _understand(bytes(encoded.tolist()))
     if _ERROR in described:
         raise StateError(f"rank {owner} cannot send its state: {described[_ERROR]}")
     kinds, mine = list(_tensors(described[_STATE])), list(_tensors(own))
@@ -213,6 +218,8 @@ def _shard(
 
 def _describe(state: dict[Any, Any]) -> bytes:
     """Return the state with meta tensors, or the reason why it cannot be sent, for all ranks to raise."""
+    # An exception on the owner alone would leave the other ranks waiting for its broadcast. So the reason is
+    # broadcast in place of the description, which is also tried here as the other ranks will read it.
     for tensor in _tensors(state):
         if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return _saved(
@@ -234,6 +241,7 @@ def _saved(tree: dict[str, Any]) -> bytes:
 
 
 def _understand(text: bytes) -> dict[str, Any]:
+    # weights_only: another rank's bytes must not run code here.
     tree: dict[str, Any] = torch.load(io.BytesIO(text), weights_only=True)
     return tree
 

@@ -1,4 +1,4 @@
-"""A sharded optimizer's state, as a whole like in `torch.optim`, or as one part for each rank.
+"""Optimizer states: whole as in `torch.optim`, in parts of sharded optimizers, and local ones of replicas.
 
 In the whole, parameters are numbered over all groups. In a part, which is the state_dict of one rank's
 optimizer, they are numbered among the parameters that the rank owns.
@@ -188,7 +188,7 @@ def mark_owned(
         others: The ids of the parameters that other ranks own.
     """
     marked = [
-        {**saved, _OWNED: [place for place, one in enumerate(group["params"]) if id(one) not in others]}
+        {**saved, _OWNED: [place for place, held in enumerate(group["params"]) if id(held) not in others]}
         for saved, group in zip(state["param_groups"], groups, strict=True)
     ]
     return {**state, "param_groups": marked}
@@ -295,7 +295,7 @@ class _Together:
         self._optimizers = optimizers
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [one.state_dict() for one in self._optimizers]
+        return [optimizer.state_dict() for optimizer in self._optimizers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         if len(states) != len(self._optimizers):
@@ -303,19 +303,19 @@ class _Together:
                 f"the checkpoint has {len(states)} optimizers, and {len(self._optimizers)} were given: pass"
                 " those that were saved, in the same order"
             )
-        for one, state in zip(self._optimizers, states, strict=True):
-            one.load_state_dict(state)
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
 
 def local_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return a copy of an optimizer's state, with this rank's shard in place of each DTensor."""
-    state: dict[str, Any] = copied(optimizer.state_dict(), lambda one: local_part(one).clone())
+    state: dict[str, Any] = copied(optimizer.state_dict(), lambda tensor: local_part(tensor).clone())
     return state
 
 
 def load_local_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `local_state` has returned on the same rank of another replica."""
-    held = [one for group in optimizer.param_groups for one in group["params"]]
+    """Load the result of `local_state` on the same rank of another replica."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, held, strict=True))
     entries = {
@@ -329,7 +329,7 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
     """Return a copy of a value, as a DTensor if it is elementwise and its parameter is a DTensor."""
     if not isinstance(value, torch.Tensor) or not hasattr(parameter, "device_mesh"):
         return copied(value)
-    # Its import takes a second or more, which a replica without shards would be late by.
+    # Not at the top: the import takes a second, and replicas without shards do not need it.
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)

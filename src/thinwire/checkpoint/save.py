@@ -4,6 +4,7 @@ They are built on `torch.distributed.checkpoint` (DCP). State that ranks share i
 own state separately. A folder gets its name only when it is complete.
 """
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -30,6 +31,8 @@ from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.programs.parameter_names import original_name
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_COMPLETE = ".metadata"
+"""The file that torch.distributed.checkpoint writes last."""
 _WRITTEN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 """The names of files that torch.distributed.checkpoint writes. Other files in the folder are the user's."""
 _REPLICAS = "replicas"
@@ -156,7 +159,7 @@ def load_checkpoint(
         if missing:
             return {}
     with all_or_none(communicator, "load_checkpoint"):
-        if not (path / ".metadata").exists():
+        if not (path / _COMPLETE).exists():
             raise StateError(
                 f"there is no checkpoint at {str(path)!r}: pass the folder that thinwire.save_checkpoint has"
                 " written, or missing_ok=True to start without one where the folder is empty"
@@ -167,7 +170,7 @@ def load_checkpoint(
         saved = own_extra(others, extra, *attached.place)
     optimizers.load_state_dict(moments)
     module.load_state_dict(tensors)
-    wire.load_state_dict(state)  # last: it may bring this rank's own parameters
+    wire.load_state_dict(state)  # last: with averaged models it holds this rank's own parameters
     for name, held in extra.items():
         held.load_state_dict(saved.pop(name))
     return saved
@@ -190,11 +193,10 @@ def _attachment(model: nn.Module, wire: SavableWire, what: str) -> Attachment:
 def _parts(
     attached: Attachment, optimizer: Optimizer | Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's state for DCP, except the wire's.
-
-    DCP stores a key that several ranks give once, and takes each of its tensors from a different rank. Only
-    rank 0 therefore gives the state that ranks share. State that differs is under a key that names the rank.
-    """
+    """Return this rank's state for DCP, except the wire's."""
+    # DCP stores a key that several ranks pass only once, and spreads its tensors over the ranks that passed
+    # it. If replicas differ in the last bits, the stored model would be a mixture of them. So rank 0 alone
+    # passes state that ranks share, and state that differs has a key that names its rank.
     rank, size = attached.place
     own = {name: _state_of(held) for name, held in extra.items()}
     parts: dict[str, Any] = {"extra": {rank_key(rank, size): (own,)}}
@@ -202,8 +204,9 @@ def _parts(
     if attached.optimizer_state_differs or not attached.replicas_equal:
         parts["optimizer"] = moments
     elif rank == 0:
+        # Saved as if by a job of one rank: every rank of any job then loads it as the only state to merge.
         parts["optimizer"] = {rank_key(0, 1): moments[rank_key(0, size)]}
-    model = {original_name(name): one for name, one in attached.model.module().state_dict().items()}
+    model = {original_name(name): value for name, value in attached.model.module().state_dict().items()}
     _check_loadable(own, moments, model)
     if rank == 0:
         parts["model"] = model
@@ -219,7 +222,7 @@ def _check_loadable(extra: Mapping[str, Any], moments: Any, model: Mapping[str, 
     """Raise StateError if a state contains objects that `load_checkpoint` would not unpickle."""
     from thinwire.checkpoint.untrusted import check_loadable  # imports torch.distributed.checkpoint
 
-    others = {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)}
+    others = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
     small = copied(moments, lambda tensor: tensor.new_empty(0))  # tensors always load, and may be large
     for name, state in [*extra.items(), ("optimizer", small), *others.items()]:
         check_loadable(name, state)
@@ -262,7 +265,7 @@ def own_extra(saved: object, given: Mapping[str, Any], rank: int, size: int) -> 
             chosen[name] = each
         elif isinstance(given.get(name), GradScaler):
             chosen[name] = min(each, key=_scale_of)
-        elif name in given and not all(same(each[0], one) for one in each):
+        elif name in given and not all(same(each[0], state) for state in each):
             raise StateError(
                 f"{saved_size} ranks saved and {size} load, and the states of {name!r} differ: save and load"
                 f" it as {name}=PerRank(..., merge=...)"
@@ -276,45 +279,62 @@ def _scale_of(state: Mapping[str, Any]) -> float:
     return float(state.get("scale", 0.0))
 
 
+# A save may be killed at any moment. A folder that contains `.metadata` is a complete checkpoint at all
+# times: DCP writes that file last, and `_discard` deletes it first.
+#
+#   killed while                                   path      .unfinished   .replaced   load reads
+#   DCP writes, or the user's files are linked     old       partial       -           path
+#   between the two renames                        -         new           old         .replaced
+#   .replaced is deleted                           new       -             partial     path
+#
+# The next save starts with `_prepare`, which renames .replaced back if path is missing, and deletes
+# .unfinished. Other ranks wait in `agreeing` meanwhile, so none of them writes to a folder that is renamed.
+
+
 def _found(path: Path) -> Path:
-    """Return the folder, or the one it replaces if a save was interrupted in between."""
+    """Return the folder, or the one it replaces if a save was killed between the two renames."""
     replaced = path.with_name(path.name + _REPLACED)
-    return replaced if not path.exists() and replaced.exists() else path
+    return replaced if not path.exists() and (replaced / _COMPLETE).exists() else path
 
 
 def _is_missing(path: Path) -> bool:
-    """Return whether nothing of a checkpoint is at a path. An incomplete one must not pass for none."""
-    written = (_WRITTEN.fullmatch(one.name) for one in path.iterdir()) if path.is_dir() else [path.exists()]
-    return not any(written)
+    """Return whether a path holds nothing of a checkpoint. A damaged checkpoint is not missing."""
+    if not path.is_dir():
+        return not path.exists()
+    return not any(_WRITTEN.fullmatch(file.name) for file in path.iterdir())
 
 
 def _prepare(path: Path, unfinished: Path) -> None:
-    """Remove leftovers of an interrupted save; raise StateError if the folder is not a checkpoint."""
+    """Remove leftovers of a killed save; raise StateError if the folder is not a checkpoint."""
     if _found(path) != path:
         _found(path).rename(path)
     shutil.rmtree(unfinished, ignore_errors=True)
     others = [path] if path.is_file() else list(path.iterdir()) if path.exists() else []
-    if others and not (path / ".metadata").exists():
+    if others and not (path / _COMPLETE).exists():
         raise StateError(
-            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder of its own, such"
-            f" as {str(path / 'checkpoint')!r}"
+            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder that holds"
+            f" nothing else, such as {str(path / 'checkpoint')!r}"
         )
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename a complete checkpoint to its final name; `_found` finds a complete one at any moment.
-
-    The user's own files are in both folders before the first rename, so that a crash loses none of them.
-    """
+    """Rename a complete checkpoint to its final name."""
     replaced = path.with_name(path.name + _REPLACED)
     if path.exists():
+        # The user's files are in both folders before the first rename, so that a crash loses none of them.
         for own in path.iterdir():
             if not _WRITTEN.fullmatch(own.name):
                 _carry(own, complete / own.name)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _discard(replaced)  # of a killed save: a folder cannot be renamed to one that is not empty
         path.rename(replaced)
     complete.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _discard(replaced)
+
+
+def _discard(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # usually there is none
+        (folder / _COMPLETE).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _carry(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from thinwire.errors import StateError
 from thinwire.programs.finite import all_finite
 
 _MOST = 1 << 48
-"""An exclusive limit of counts. No job reaches it, and larger numbers overflow seeds made from steps."""
+"""An exclusive limit of counts. No job reaches it, and larger numbers overflow the seeds made from steps."""
 
 
 def check_count(what: str, value: object) -> None:

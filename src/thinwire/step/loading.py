@@ -81,6 +81,6 @@ def check_loaded_states(runner: AttachedRun) -> list[Any]:
         return {**state, "param_groups": groups}
 
     optimizers = runner.context.optimizers()
-    for one in optimizers:
-        forget_owned(one.param_groups)  # `attach` has checked earlier loads
-    return [one.register_load_state_dict_pre_hook(load) for one in optimizers]
+    for optimizer in optimizers:
+        forget_owned(optimizer.param_groups)  # `attach` has checked states that were loaded before it
+    return [optimizer.register_load_state_dict_pre_hook(load) for optimizer in optimizers]
