@@ -11,21 +11,21 @@ import pytest
 from thinwire import StateError
 from thinwire.telemetry.log import Log, is_log
 from thinwire.telemetry.sinks import Row
-from thinwire.tools.report.training import render
-from thinwire.tools.report.training_figures import figures
-from thinwire.tools.report.training_summary import summarise
-from thinwire.tools.report.training_words import (
+from thinwire.tools.report.training import (
     dates,
     event_text,
     losses,
     notes,
     parameter_rows,
     programs,
+    render,
     step_time,
     trust,
     verdict,
     worth,
 )
+from thinwire.tools.report.training_figures import figures
+from thinwire.tools.report.training_summary import summarise
 
 
 def exchange(

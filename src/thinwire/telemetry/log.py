@@ -184,9 +184,9 @@ class Log:
         """Add what the training loop logged, and the program where it has changed."""
         for name, value in row.items():
             if name.startswith(LOGGED):
-                one = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
-                one.steps.append(row["step"])
-                one.values.append(_or(math.nan, value))
+                logged = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
+                logged.steps.append(row["step"])
+                logged.values.append(_or(math.nan, value))
         program = row.get("program")
         if program is not None and (not self.programs or self.programs[-1][1] != program):
             self.programs.append((row["step"], str(program)))
@@ -220,10 +220,10 @@ class Log:
         for key, value in row.items():
             kind, _, name = key.partition("/")
             if kind == "error" and name:
-                one = self.parameters.setdefault(name, Parameter())
-                one.steps.append(step)
-                one.errors.append(_error(value))
-                one.residual = _error(row[f"residual/{name}"])
+                parameter = self.parameters.setdefault(name, Parameter())
+                parameter.steps.append(step)
+                parameter.errors.append(_error(value))
+                parameter.residual = _error(row[f"residual/{name}"])
 
 
 def is_log(path: Path) -> bool:

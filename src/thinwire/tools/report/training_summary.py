@@ -104,19 +104,19 @@ def summarise(log: Log) -> Summary:
     every = list(log.series.values())
     gradients = log.series.get(GRADIENTS, Series())
     steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
-    for_audits = sum(sum(one.audit) for one in every)
+    for_audits = sum(sum(series.audit) for series in every)
     compressed, exact = _step_seconds(gradients)
     averages = MODELS in log.series  # most steps exchange nothing, and the median would hide the others
     return Summary(
         steps=len(set(steps)),
-        sent=sum(sum(one.own) for one in every) + for_audits,
+        sent=sum(sum(series.own) for series in every) + for_audits,
         for_audits=for_audits,
         ddp=sum(gradients.ddp) or None,
         own_when_audited=sum(
-            own for one in every for own, audit in zip(one.own, one.audit, strict=True) if audit
+            own for series in every for own, audit in zip(series.own, series.audit, strict=True) if audit
         ),
-        wire=_known(second for one in every for second in one.wire),
-        exposed=_known(second for one in every for second in one.exposed),
+        wire=_known(second for series in every for second in series.wire),
+        exposed=_known(second for series in every for second in series.exposed),
         overflows=sum(overflowed),
         overflows_in_a_row=max((len(list(run)) for fact, run in groupby(overflowed) if fact), default=0),
         stuck=overflowed[-_STUCK:] == [True] * _STUCK,
