@@ -35,7 +35,7 @@ class SavedModel(Protocol):
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a wire works on and with, between two steps.
+    """The objects that a wire works with, and which of their state ranks share at this moment.
 
     Attributes:
         model: The handle of the attached model.

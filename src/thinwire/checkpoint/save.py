@@ -81,9 +81,12 @@ def save_checkpoint(
 
     path = Path(folder).resolve()
     unfinished = path.with_name(path.name + _UNFINISHED)
-    attached = _attachment(model, wire, "save_checkpoint")  # may raise, so it comes before anything is sent
+    _attachment(model, wire, "save_checkpoint")  # may raise, so it comes before anything is sent
+    # Ends an open step, which may average models. So it comes before the model and the optimizer are read,
+    # and before the question whether replicas are equal.
+    state = wire.state_dict()
+    attached = wire.attachment("save_checkpoint")
     communicator = attached.communicator
-    state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
     with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint"):
         _check_numpy(communicator.size)
         parts = _parts(attached, optimizer, extra)
