@@ -18,7 +18,7 @@ from tests.models import batch, changed, equal, own
 from tests.simulated import compressing_alone
 from thinwire import DiLoCo, Int4, Int8, LocalSGD, PowerSGD, ZeRO
 from thinwire.checkpoint.trees import copied
-from thinwire.checkpoint.wire_state import merged, own_states
+from thinwire.checkpoint.wire_state import merge_wire_states, own_states
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from thinwire.engine.comm.agreement import Described
@@ -222,7 +222,7 @@ def test_states_of_scalers_that_went_apart_are_brought_to_one_scale() -> None:
     every = [saved(0, 256.0, 512.0), saved(1, 128.0, 512.0), saved(2, 128.0, 0.0)]
     resized, states = own_states(every, [Described("P", "P")], 0, 2)
     assert resized
-    state = merged(states, lambda entries: {})
+    state = merge_wire_states(states, lambda entries: {})
     assert state["scale"] == 128.0
     assert state["memory"]["w"]["residual"].tolist() == [256.0, 256.0]  # (512 / 2 + 512 + 0) / 3
     assert state["memory"]["w"]["models: residual"].tolist() == [1.0, 1.0]
@@ -237,5 +237,5 @@ def test_factors_of_powersgd_need_not_be_equal_to_load_on_another_number_of_rank
         return {f"rank {rank} of 2": ({**inner, "scale": None, "memory": {"w": slots}},)}
 
     _, states = own_states([saved(0, 1.0), saved(1, 1.0000001)], [Described("P", "P")], 0, 3)
-    for factor in merged(states, lambda entries: {})["memory"]["w"].values():
+    for factor in merge_wire_states(states, lambda entries: {})["memory"]["w"].values():
         assert factor.tolist() == [[1.0, 1.0]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import thinwire
+from thinwire.checkpoint.gather import collect
 from thinwire.engine.simulate import simulate
 from thinwire.kernels import library
 from thinwire.monitors.audit import Audited, Findings
@@ -20,7 +21,6 @@ from thinwire.programs.coding import layout_of
 from thinwire.strategies.averaging.parameters import average_used
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, share_buffers
 from thinwire.strategies.zero.clip import norm_of
-from thinwire.strategies.zero.collect import collect
 from thinwire.testing import SimulatedRanks
 
 SHAPES = {"w": (40, 24), "v": (12, 9), "bias": (7,)}

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, OptionError
-from thinwire.gathered_state import GatheredState
 from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.strategies.schedule import Schedule, Stage
 from thinwire.strategies.zero.zero import ZeRO

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError
-from thinwire.gathered_state import GatheredState
 from thinwire.models.ddp.internals import called_module
 from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.step.model import require_ddp
@@ -86,12 +86,13 @@ class State:
     """
 
     def __init__(self, wire: Wire, **extra: Any) -> None:
-        scaler = wire._runner.context.scaler
+        attached = wire.attachment("State")
+        scaler = attached.scaler
         if isinstance(scaler, GradScaler):
             extra.setdefault("scaler", scaler)
         self._gathered = GatheredState(wire, **extra)
         self._loaded: Mapping[str, Any] | None = None
-        module = called_module(require_ddp(wire._runner.context.model, "State").ddp("State"))
+        module = called_module(require_ddp(attached.model, "State").ddp("State"))
         apply = torch.compiler.disable(lambda module, args: self.apply())
         module.register_forward_pre_hook(apply, prepend=True)  # before the hooks of strategies
 

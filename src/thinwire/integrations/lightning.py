@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, UnavailableError
-from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
@@ -69,7 +69,7 @@ class ThinwireCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"scaler": scaler, **self._options}
         wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
-        if any(stage.trains_locally for stage in wire._runner.plan.stages):
+        if wire.attachment("attach").trains_locally:
             _check_weight_averaging(trainer)
         self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
         self.wire, self._metrics = wire, Metrics(wire)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.checkpoint.optimizer_state import forget_owned
 from thinwire.errors import StateError
-from thinwire.gathered_state import GatheredState
 from thinwire.wire import Wire
 
 logger = logging.getLogger("thinwire")
@@ -32,7 +32,7 @@ def load_or_warn(wire: Wire, state: GatheredState, saved: Mapping[str, Any] | No
     Raises:
         StateError: Some ranks have found a state and others have not.
     """
-    communicator = wire._runner.reducer.communicator
+    communicator = wire.attachment("load_state_dict").communicator
     found = communicator.rendezvous.gather("resume", str(saved is not None), communicator.limit)
     without = [str(rank) for rank, answer in enumerate(found) if answer != str(True)]
     if without and len(without) < len(found):

@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from thinwire.attach import attach
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError
-from thinwire.gathered_state import GatheredState
 from thinwire.integrations.accelerate import check_ddp, clip_by_wire
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn

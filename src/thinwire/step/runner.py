@@ -71,6 +71,8 @@ class AttachedRun:
         self.plan = plan
         self.schedule_ended = False
         """Whether a swap or an audit has ended a schedule."""
+        self.awaits_optimizers = False
+        """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
         self.config: Configuration = plan.at(0)
         self.strategy: Strategy = self.bound(self.config)
         self._accumulation = Accumulation(context.model, self.steps.skipping)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from thinwire import (
     read_states,
     save_checkpoint,
 )
-from thinwire.saving import _found, _prepare, _replace
+from thinwire.checkpoint.save import _found, _prepare, _replace
 
 DILOCO = DiLoCo(4, program=Int4(), fragments=2, overlap=1)
 PROGRAMS: dict[str, Any] = {
@@ -316,6 +317,14 @@ def assert_complete(path: Path, texts: set[str]) -> None:
     assert (here / "latest").read_text() == "mine too"
 
 
+def assert_removable(path: Path, copy: Path) -> None:
+    """A user who removes the folder starts over, or from a complete checkpoint, but not from half of one."""
+    shutil.copytree(path.parent, copy, symlinks=True)
+    shutil.rmtree(copy / path.name, ignore_errors=True)
+    if _found(copy / path.name).exists():
+        assert_complete(copy / path.name, {"old"})
+
+
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 def test_a_users_files_in_the_folder_outlive_a_save_and_a_crash_at_any_moment_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
@@ -339,6 +348,7 @@ def test_a_users_files_in_the_folder_outlive_a_save_and_a_crash_at_any_moment_of
             except Crash:
                 crashed.append(calls)
         assert_complete(path, {"old", "new"} if calls in crashed else {"new"})
+        assert_removable(path, tmp_path / "removed" / str(calls))
         _prepare(path, unfinished)
         write_checkpoint(unfinished, "newer")
         _replace(path, unfinished)

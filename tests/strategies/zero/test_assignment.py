@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.checkpoint.optimizer_state import joined, mark_owned, merged
+from thinwire.checkpoint.gather import collect
+from thinwire.checkpoint.optimizer_state import joined, mark_owned, merge_optimizer_states
 from thinwire.engine.ops import Collective, Collectives
+from thinwire.engine.pack import batches
 from thinwire.engine.simulate import simulate
 from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.optim import ZeroRedundancyOptimizer
 from thinwire.strategies.zero.assignment import assign
-from thinwire.strategies.zero.collect import collect
-from thinwire.strategies.zero.parameters import as_views, batches, in_turn, share
+from thinwire.strategies.zero.parameters import as_views, in_turn, share
 
 CPU = torch.device("cpu")
 SIZES = st.lists(st.lists(st.integers(0, 50), max_size=8), min_size=1, max_size=4)
@@ -300,11 +301,11 @@ def test_one_ranks_part_of_zero_is_no_whole_state(alone: None) -> None:
         part = {**whole, "state": {own: whole["state"][own]}}
         parts.append(mark_owned(part, plain.param_groups, {id(other)}))
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    for refusing in (merged, lambda states: zero.load_state_dict(states[0])):
+    for refusing in (merge_optimizer_states, lambda states: zero.load_state_dict(states[0])):
         with pytest.raises(StateError, match="lack the state of some parameters"):
             refusing(parts[:1])
-    assert merged(parts)["state"].keys() == {0, 1}
-    assert merged(parts)["param_groups"] == whole["param_groups"]
-    for complete in (whole, {**parts[0], "state": whole["state"]}, merged(parts)):
+    assert merge_optimizer_states(parts)["state"].keys() == {0, 1}
+    assert merge_optimizer_states(parts)["param_groups"] == whole["param_groups"]
+    for complete in (whole, {**parts[0], "state": whole["state"]}, merge_optimizer_states(parts)):
         zero.load_state_dict(complete)
         assert len(zero.state) == 2

@@ -112,9 +112,8 @@ class Cell:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Cell":
         """Rebuild a cell from the plain values of `dataclasses.asdict`."""
-        known = {attribute.name for attribute in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
-        cell = Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": []})
+        cell = Cell(**{**data, "tracks": []})
         _check_types(cell, f"cell {_short(cell.key)}")
         for track in tracks:
             _check_types(track, f"{_short(track.name)} in cell {_short(cell.key)}")

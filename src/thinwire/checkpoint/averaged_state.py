@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.trees import copied, means
-from thinwire.checkpoint.validate import check_count, check_tensor
+from thinwire.checkpoint.validate import check_count, check_tensors
 from thinwire.codecs.checks import is_whole
 from thinwire.errors import StateError
 
@@ -50,31 +50,6 @@ def checked(
     return state
 
 
-def check_tensors(
-    what: str, saved: object, tensors: Mapping[str, torch.Tensor], *, finite: bool = True
-) -> None:
-    """Raise StateError if saved tensors do not have the names, shapes and kinds of the model's.
-
-    Args:
-        what: The singular noun for the tensors, for error messages.
-        saved: The saved tensors by name.
-        tensors: The tensors that they are loaded into.
-        finite: Whether saved values must be finite.
-    """
-    if not isinstance(saved, dict) or set(saved) != set(tensors):
-        raise StateError(f"the state's {what}s are not this model's: it was saved from another one")
-    for name, tensor in saved.items():
-        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        if shape != tuple(tensors[name].shape):
-            raise StateError(
-                f"the saved {what} {name} has shape {shape}, the model's {tuple(tensors[name].shape)}: the"
-                " state was saved from another model"
-            )
-        check_tensor(f"{what} {name}", tensor, finite=finite)
-        if _kind(tensor) != _kind(tensors[name]):
-            raise StateError(f"the saved {what} {name} is {tensor.dtype}, the model's {tensors[name].dtype}")
-
-
 def means_like(
     parameters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -84,10 +59,6 @@ def means_like(
         precise = torch.promote_types(parameters[name].dtype, torch.float32)
         made[name] = mean.detach().to(parameters[name].device, precise, copy=True)
     return made
-
-
-def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _check_flight(
@@ -105,7 +76,7 @@ def _check_flight(
     check_tensors("mean", flight["means"], {name: parameters[name] for name in names})
 
 
-def merged(states: Sequence[Any]) -> dict[str, Any]:
+def merge_averager_states(states: Sequence[Any]) -> dict[str, Any]:
     """Merge the states of all ranks' averagers for another number of ranks. Models become their mean.
 
     Args:
@@ -118,6 +89,8 @@ def merged(states: Sequence[Any]) -> dict[str, Any]:
         raise StateError("some states are of a wire that averages models, and some are not")
     if len({position(state) for state in states}) > 1:
         raise StateError("the states are of different training steps: pass states that were saved together")
+    # Anchors, outer optimizer and averages in flight are equal on all ranks. Models are not: between two
+    # exchanges their mean is what the next exchange would see.
     return {
         **copied(states[0]),
         "parameters": means([state["parameters"] for state in states]),
@@ -129,5 +102,5 @@ def position(state: Mapping[str, Any] | None) -> str:
     """Describe the point of averaging at which a state was saved, which is the same on all ranks."""
     if state is None:
         return "no averages"
-    flights = [(one["fragment"], one["due"]) for one in state["in_flight"]]
+    flights = [(flight["fragment"], flight["due"]) for flight in state["in_flight"]]
     return f"after step {state['step']}, {state['used']} averages, in flight {flights}"

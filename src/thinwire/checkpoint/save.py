@@ -4,6 +4,7 @@ They are built on `torch.distributed.checkpoint` (DCP). State that ranks share i
 own state separately. A folder gets its name only when it is complete.
 """
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -18,21 +19,20 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from thinwire.checkpoint.attachment import Attachment, SavableWire
 from thinwire.checkpoint.dcp import PerRank, find_states, read_model, read_states
-from thinwire.checkpoint.optimizers import per_rank
+from thinwire.checkpoint.optimizer_state import per_rank
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied, means, same
 from thinwire.checkpoint.wire_state import all_or_none
 from thinwire.engine.comm.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
-from thinwire.models.ddp.model import Model
-from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.programs.parameter_names import original_name
-from thinwire.step.model import AttachedModel
-from thinwire.wire import Wire
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_COMPLETE = ".metadata"
+"""The file that torch.distributed.checkpoint writes last."""
 _WRITTEN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 """The names of files that torch.distributed.checkpoint writes. Other files in the folder are the user's."""
 _REPLICAS = "replicas"
@@ -43,7 +43,7 @@ def save_checkpoint(
     folder: "str | os.PathLike[str]",
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
+    wire: SavableWire,
     **extra: Any,
 ) -> Path:
     """Save the whole state of training; every rank must call it, between steps.
@@ -79,18 +79,21 @@ def save_checkpoint(
     """
     import torch.distributed.checkpoint as dcp  # takes a second to import, and only checkpoints need it
 
-    target = _target(model, wire, "save_checkpoint")
-    path, communicator = Path(folder).resolve(), wire._runner.reducer.communicator
+    path = Path(folder).resolve()
     unfinished = path.with_name(path.name + _UNFINISHED)
-    wire._runner.between_steps("save_checkpoint")  # before anything is sent
-    state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
+    _attachment(model, wire, "save_checkpoint")  # may raise, so it comes before anything is sent
+    # Ends an open step, which may average models. So it comes before the model and the optimizer are read,
+    # and before the question whether replicas are equal.
+    state = wire.state_dict()
+    attached = wire.attachment("save_checkpoint")
+    communicator = attached.communicator
     with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint"):
         _check_numpy(communicator.size)
-        parts = _parts(target, optimizer, wire, extra)
+        parts = _parts(attached, optimizer, extra)
         if communicator.rank == 0:
             _prepare(path, unfinished)
     with at_work():
-        dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=target.group)
+        dcp.save({**parts, "wire": state}, checkpoint_id=unfinished, process_group=attached.model.group)
         with agreeing(communicator.rendezvous, communicator.limit, "save_checkpoint in place"):
             if communicator.rank == 0:
                 _replace(path, unfinished)
@@ -102,7 +105,7 @@ def load_checkpoint(
     folder: "str | os.PathLike[str]",
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
+    wire: SavableWire,
     *,
     missing_ok: bool = False,
     **extra: Any,
@@ -148,11 +151,9 @@ def load_checkpoint(
             raise OptionError(
                 f"{name}={held!r} has no load_state_dict: leave it out, load_checkpoint returns plain values"
             )
-    target = _target(model, wire, "load_checkpoint")
-    module = target.module("load_checkpoint")
-    wire._runner.between_steps("load_checkpoint")  # before anything is sent
-    communicator = wire._runner.reducer.communicator
-    optimizers = per_rank(optimizer, target.group)
+    attached = _attachment(model, wire, "load_checkpoint")  # may raise, so it comes before anything is sent
+    communicator, module = attached.communicator, attached.model.module("load_checkpoint")
+    optimizers = per_rank(optimizer, attached.model.group)
     path = _found(Path(folder).resolve())
     if missing_ok:
         missing = _is_missing(path)
@@ -161,68 +162,59 @@ def load_checkpoint(
         if missing:
             return {}
     with all_or_none(communicator, "load_checkpoint"):
-        if not (path / ".metadata").exists():
+        if not (path / _COMPLETE).exists():
             raise StateError(
                 f"there is no checkpoint at {str(path)!r}: pass the folder that thinwire.save_checkpoint has"
                 " written, or missing_ok=True to start without one where the folder is empty"
             )
-        local = _local_state(path, communicator.rank, communicator.size)
+        local = _local_state(path, *attached.place)
         tensors = read_model(path, module, local)
         moments, state, others = (read_states(path, key) for key in ("optimizer", "wire", "extra"))
-        saved = own_extra(others, extra, communicator.rank, communicator.size)
+        saved = own_extra(others, extra, *attached.place)
     optimizers.load_state_dict(moments)
     module.load_state_dict(tensors)
-    wire.load_state_dict(state)  # last: it may bring this rank's own parameters
+    wire.load_state_dict(state)  # last: with averaged models it holds this rank's own parameters
     for name, held in extra.items():
         held.load_state_dict(saved.pop(name))
     return saved
 
 
-def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
-    """Return the handle of the model to save or load: that of the DDP model given, or else the wire's own."""
-    own = wire._runner.context.model
-    if own.shard_key is not None:
+def _attachment(model: nn.Module, wire: SavableWire, what: str) -> Attachment:
+    """Return what the wire is attached to; raise if `model` is another one, or sharded."""
+    attached = wire.attachment(what)
+    shard = attached.model.shard_key
+    if shard is not None:
         raise UnavailableError(
-            f"{what} has one rank write whole parameters, and this rank holds {own.shard_key}: save model and"
+            f"{what} has one rank write whole parameters, and this rank holds {shard}: save model and"
             " optimizer with torch.distributed.checkpoint, and the wire with them, as"
             " dcp.save({'model': ..., 'optimizer': ..., 'wire': wire}, checkpoint_id=folder)"
         )
-    if isinstance(own, Model):
-        return Model(ddp_of(model))
-    if own.module(what) is not model:
-        raise OptionError(
-            f"{what} was called with another {type(model).__name__} than the one that the wire is attached"
-            " to: pass the model that was passed to attach"
-        )
-    return own
+    attached.module_in(model, what)
+    return attached
 
 
 def _parts(
-    target: AttachedModel,
-    optimizer: Optimizer | Sequence[Optimizer],
-    wire: Wire,
-    extra: Mapping[str, Any],
+    attached: Attachment, optimizer: Optimizer | Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's state for DCP, except the wire's.
-
-    DCP stores a key that several ranks give once, and takes each of its tensors from a different rank. Only
-    rank 0 therefore gives the state that ranks share. State that differs is under a key that names the rank.
-    """
-    rank, size = target.group.rank(), target.group.size()
-    strategy = wire._runner.strategy
+    """Return this rank's state for DCP, except the wire's."""
+    # DCP stores a key that several ranks pass only once, and spreads its tensors over the ranks that passed
+    # it. If replicas differ in the last bits, the stored model would be a mixture of them. So rank 0 alone
+    # passes state that ranks share, and state that differs has a key that names its rank.
+    rank, size = attached.place
     own = {name: _state_of(held) for name, held in extra.items()}
     parts: dict[str, Any] = {"extra": {rank_key(rank, size): (own,)}}
-    moments = per_rank(optimizer, target.group).state_dict()
-    if wire._runner.config.optimizer_state_differs or not strategy.replicas_equal:
+    moments = per_rank(optimizer, attached.model.group).state_dict()
+    if attached.optimizer_state_differs or not attached.replicas_equal:
         parts["optimizer"] = moments
     elif rank == 0:
+        # Saved as if by a job of one rank: every rank of any job then loads it as the only state to merge.
         parts["optimizer"] = {rank_key(0, 1): moments[rank_key(0, size)]}
-    model = {original_name(name): one for name, one in target.module().state_dict().items()}
+    model = {original_name(name): value for name, value in attached.model.module().state_dict().items()}
     _check_loadable(own, moments, model)
     if rank == 0:
         parts["model"] = model
-    differ = not strategy.replicas_equal and not strategy.saves_model
-    local = set(model) if differ else target.local_state(strategy.saves_model)
+    differ = not attached.replicas_equal and not attached.saves_model
+    local = set(model) if differ else attached.model.local_state(attached.saves_model)
     if local:
         tensors = copied({name: model[name] for name in model if name in local}, _to_cpu)
         parts[_REPLICAS] = {rank_key(rank, size): (tensors,)}
@@ -233,7 +225,7 @@ def _check_loadable(extra: Mapping[str, Any], moments: Any, model: Mapping[str, 
     """Raise StateError if a state contains objects that `load_checkpoint` would not unpickle."""
     from thinwire.checkpoint.untrusted import check_loadable  # imports torch.distributed.checkpoint
 
-    others = {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)}
+    others = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
     small = copied(moments, lambda tensor: tensor.new_empty(0))  # tensors always load, and may be large
     for name, state in [*extra.items(), ("optimizer", small), *others.items()]:
         check_loadable(name, state)
@@ -276,7 +268,7 @@ def own_extra(saved: object, given: Mapping[str, Any], rank: int, size: int) -> 
             chosen[name] = each
         elif isinstance(given.get(name), GradScaler):
             chosen[name] = min(each, key=_scale_of)
-        elif name in given and not all(same(each[0], one) for one in each):
+        elif name in given and not all(same(each[0], state) for state in each):
             raise StateError(
                 f"{saved_size} ranks saved and {size} load, and the states of {name!r} differ: save and load"
                 f" it as {name}=PerRank(..., merge=...)"
@@ -290,45 +282,62 @@ def _scale_of(state: Mapping[str, Any]) -> float:
     return float(state.get("scale", 0.0))
 
 
+# A save may be killed at any moment. A folder that contains `.metadata` is a complete checkpoint at all
+# times: DCP writes that file last, and `_discard` deletes it first.
+#
+#   killed while                                   path      .unfinished   .replaced   load reads
+#   DCP writes, or the user's files are linked     old       partial       -           path
+#   between the two renames                        -         new           old         .replaced
+#   .replaced is deleted                           new       -             partial     path
+#
+# The next save starts with `_prepare`, which renames .replaced back if path is missing, and deletes
+# .unfinished. Other ranks wait in `agreeing` meanwhile, so none of them writes to a folder that is renamed.
+
+
 def _found(path: Path) -> Path:
-    """Return the folder, or the one it replaces if a save was interrupted in between."""
+    """Return the folder, or the one it replaces if a save was killed between the two renames."""
     replaced = path.with_name(path.name + _REPLACED)
-    return replaced if not path.exists() and replaced.exists() else path
+    return replaced if not path.exists() and (replaced / _COMPLETE).exists() else path
 
 
 def _is_missing(path: Path) -> bool:
-    """Return whether nothing of a checkpoint is at a path. An incomplete one must not pass for none."""
-    written = (_WRITTEN.fullmatch(one.name) for one in path.iterdir()) if path.is_dir() else [path.exists()]
-    return not any(written)
+    """Return whether a path holds nothing of a checkpoint. A damaged checkpoint is not missing."""
+    if not path.is_dir():
+        return not path.exists()
+    return not any(_WRITTEN.fullmatch(file.name) for file in path.iterdir())
 
 
 def _prepare(path: Path, unfinished: Path) -> None:
-    """Remove leftovers of an interrupted save; raise StateError if the folder is not a checkpoint."""
+    """Remove leftovers of a killed save; raise StateError if the folder is not a checkpoint."""
     if _found(path) != path:
         _found(path).rename(path)
     shutil.rmtree(unfinished, ignore_errors=True)
     others = [path] if path.is_file() else list(path.iterdir()) if path.exists() else []
-    if others and not (path / ".metadata").exists():
+    if others and not (path / _COMPLETE).exists():
         raise StateError(
-            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder of its own, such"
-            f" as {str(path / 'checkpoint')!r}"
+            f"{str(path)!r} is not a checkpoint, and saving would replace it: pass a folder that holds"
+            f" nothing else, such as {str(path / 'checkpoint')!r}"
         )
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename a complete checkpoint to its final name; `_found` finds a complete one at any moment.
-
-    The user's own files are in both folders before the first rename, so that a crash loses none of them.
-    """
+    """Rename a complete checkpoint to its final name."""
     replaced = path.with_name(path.name + _REPLACED)
     if path.exists():
+        # The user's files are in both folders before the first rename, so that a crash loses none of them.
         for own in path.iterdir():
             if not _WRITTEN.fullmatch(own.name):
                 _carry(own, complete / own.name)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _discard(replaced)  # of a killed save: a folder cannot be renamed to one that is not empty
         path.rename(replaced)
     complete.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _discard(replaced)
+
+
+def _discard(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # usually there is none
+        (folder / _COMPLETE).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _carry(source: Path, target: Path) -> None:

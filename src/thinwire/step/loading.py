@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from thinwire.checkpoint.optimizer_state import check_owned, forget_owned
-from thinwire.checkpoint.wire_state import all_or_none, memory_for, merged, own_states, program_of
+from thinwire.checkpoint.wire_state import all_or_none, memory_for, merge_wire_states, own_states, program_of
 from thinwire.engine.comm.agreement import Described
 from thinwire.errors import StateError
 from thinwire.programs.description import same_program, short
@@ -41,7 +41,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
     strategy = runner.strategy if same else runner.bound(config)
     try:
         with all_or_none(communicator, "load_state_dict in full") as agreed:
-            own = merged(states, strategy.merge) if resized else own
+            own = merge_wire_states(states, strategy.merge) if resized else own
             memory = memory_for(model.tensors(), own)
             groups = groups_for(model.parameters(), own["buckets"] if keep_buckets else [])
             take_over = strategy.prepare(own)
@@ -73,7 +73,7 @@ def check_loaded_states(runner: AttachedRun) -> list[Any]:
         try:
             check_owned(state, optimizer.param_groups, stepped)
         except StateError as error:
-            if not (strategy.awaits_optimizers and runner.config.optimizer_state_differs):
+            if not (runner.awaits_optimizers and runner.config.optimizer_state_differs):
                 raise
             strategy.missing = str(error)  # raised at the next step, unless this rank's own is loaded before
         groups = [dict(group) for group in state["param_groups"]]
@@ -81,6 +81,6 @@ def check_loaded_states(runner: AttachedRun) -> list[Any]:
         return {**state, "param_groups": groups}
 
     optimizers = runner.context.optimizers()
-    for one in optimizers:
-        forget_owned(one.param_groups)  # `attach` has checked earlier loads
-    return [one.register_load_state_dict_pre_hook(load) for one in optimizers]
+    for optimizer in optimizers:
+        forget_owned(optimizer.param_groups)  # `attach` has checked states that were loaded before it
+    return [optimizer.register_load_state_dict_pre_hook(load) for optimizer in optimizers]
