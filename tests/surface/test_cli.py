@@ -91,7 +91,7 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("plan --model gpt-1m --hosts many --link 1gbit", 2, "hosts='many' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 0mbit", 2, "link='0mbit' must be above 0"),
         ("plan --model gpt-1m --hosts 2 --link 10furlongs", 2, "link='10furlongs' does not parse"),
-        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "link is missing"),
+        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "pass --link 100mbit"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --rtt 20", 2, "rtt='20' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --max-gap some", 2, "max-gap='some' does not parse"),
         ("plan --model no_such.module:build --hosts 2 --link 1gbit", 2, "ModuleNotFoundError"),

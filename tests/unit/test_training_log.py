@@ -46,13 +46,6 @@ def exchange(
     return row | ({"bytes/Audit": audit} if audit else {})
 
 
-def old(step: int) -> Row:
-    """A step as it was logged before rows had a rank, overflows and `encode_seconds`."""
-    row = exchange(step)
-    new = ("rank", "world_size", "overflowed", "encode_seconds")
-    return {key: value for key, value in row.items() if key not in new} | {"compute_seconds": 0.2}
-
-
 def audit(step: int, errors: dict[str, float | None], action: str = "") -> Row:
     """An audit as `telemetry.as_audit_row` has it; None is an infinite error."""
     worst = max(errors, key=lambda name: math.inf if errors[name] is None else errors[name] or 0.0)
@@ -107,15 +100,8 @@ def test_overflows_are_what_the_log_says() -> None:
 def test_a_repeated_step_is_no_overflow() -> None:
     log = overflows(0, 1, 1, 1, 1, 2, facts="......")
     summary = summarise(log)
-    assert (summary.overflows, summary.stuck, summary.repeats) == (0, False, 0)
+    assert (summary.overflows, summary.stuck) == (0, False)
     assert list(notes(log, summary)) == []
-
-
-def test_an_older_log_loads_and_its_repeated_steps_are_not_called_overflows() -> None:
-    log = Log.of([old(0), old(0), old(1), old(1), exchange(2)])
-    summary = summarise(log)
-    assert (summary.steps, summary.overflows, summary.repeats) == (3, 0, 2)
-    assert "2 rows repeat the step before" in next(notes(log, summary))
 
 
 def test_rows_of_several_ranks_in_one_file_are_refused(tmp_path: Path) -> None:
@@ -330,17 +316,9 @@ def test_steps_of_averaged_models_take_the_mean_with_their_exchanges() -> None:
 def test_a_loss_that_is_no_number_is_the_verdict() -> None:
     rows = [timed(0, 0.0, loss=3.0), *(timed(step, 0.1, loss=None) for step in range(1, 4))]
     log, overflowed = Log.of(rows), Log.of(rows[:2])
-    assert verdict(log, summarise(log)) == "Training failed: the loss is not finite since step 1."
+    assert verdict(log, summarise(log)) == "Training failed: the loss is non-finite since step 1."
     assert losses(log) == "not finite at step 3, 3 at step 0"
     assert "failed" not in verdict(overflowed, summarise(overflowed))
-
-
-def test_what_an_older_log_does_not_tell_is_said() -> None:
-    log = Log.of(old(step) for step in range(3))
-    summary = summarise(log)
-    assert "watch.log(loss=loss)" in losses(log)
-    for told in (programs(log), dates(summary), step_time(summary), verdict(log, summary)):
-        assert "not known" in told
 
 
 def test_waiting_is_told_by_step_and_not_as_a_share_of_another_time() -> None:

@@ -1,4 +1,7 @@
-/* Whether all numbers are finite, alone or as a by-product of scaling them. */
+/* Finiteness checks, alone or as a by-product of scaling.
+ *
+ * Infinity and NaN have the largest magnitudes as integers, so a maximum of bits finds them. A sum would also
+ * overflow for huge finite numbers. */
 #include "kernels.h"
 
 CLONES EXPORT int32_t tw_finite(const float *x, int64_t n) { return largest_magnitude(x, n) < INFINITE; }

@@ -44,8 +44,8 @@ class Candidate:
     """One way to train.
 
     Attributes:
-        text: What the user wrote. Empty for plain DDP.
-        given: What `attach` is given. None for plain DDP.
+        text: The program as the user wrote it. Empty for plain DDP.
+        given: The argument of `attach`. None for plain DDP.
         bucket_mb: DDP's bucket size. None for its default.
     """
 
@@ -55,17 +55,17 @@ class Candidate:
 
     @classmethod
     def of(cls, text: str, given: Stage | Schedule) -> "Candidate":
-        """Return the candidate for what `attach` would be given.
+        """Return the candidate for an argument of `attach`.
 
         Raises:
-            OptionError: It is neither a gradient program nor averages models, so it cannot be planned.
+            OptionError: The planner supports neither its strategy nor its options.
         """
         if isinstance(given, Averaging):
             if given.within is not None:
                 raise OptionError(f"program={text!r} cannot be planned with within=: leave it out")
         elif isinstance(given, Schedule | Configuration):
             raise OptionError(
-                f"program={text!r} cannot be planned: give gradient programs and averaged models such as"
+                f"program={text!r} cannot be planned: pass gradient programs and averaged models such as"
                 " DiLoCo(period=16), or measure it by thinwire bench"
             )
         return cls(text, given)
@@ -114,9 +114,9 @@ class ModelExchange:
     """One exchange of models.
 
     Attributes:
-        layouts: What is exchanged.
+        layouts: The tensors that are exchanged.
         ranks: The number of ranks that exchange.
-        overlap: Steps that it may overlap with.
+        overlap: The number of training steps that it may overlap with.
     """
 
     layouts: tuple[Layout, ...]
@@ -125,7 +125,7 @@ class ModelExchange:
 
 
 def exchanges_of(config: Averaging, shapes: Shapes, ranks: int, period: int) -> list[ModelExchange]:
-    """Return the exchanges of one period, as the configuration itself declares them due."""
+    """Return the exchanges of one period, from the configuration's own schedule."""
     loop = config.outer_loop
     program = Exact() if loop is None else loop.program
     fragments = split_evenly(
@@ -139,13 +139,12 @@ def exchanges_of(config: Averaging, shapes: Shapes, ranks: int, period: int) -> 
             members = _members(due, ranks)
             overlap = 0 if loop is None else loop.overlap
             found.append(ModelExchange(_layouts(program, own, members), members, overlap))
-            if config.optimizer_state == "mean":  # two tensors like the parameters, as Adam has
+            if config.optimizer_state == "mean":  # Adam has two tensors per parameter
                 found += [ModelExchange(_layouts(Exact(), own, members), members, 0)] * 2
     return found
 
 
 def _members(due: Average, ranks: int) -> int:
-    """Return the number of ranks that take part in an average."""
     return due.among if isinstance(due.among, int) else ranks
 
 
@@ -160,9 +159,10 @@ def _layouts(program: Program, shapes: Shapes, ranks: int) -> tuple[Layout, ...]
 
 
 def outer_bytes(config: Averaging, shapes: Shapes) -> int:
-    """Return the bytes of anchors and of the outer optimizer's state, found by a step on one number."""
+    """Return the bytes of anchors and of the outer optimizer's state."""
     if config.outer_loop is None:
         return 0
+    # An optimizer makes its state in its first step, so one step on a single number shows how much it keeps.
     anchor = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     anchor.grad = torch.zeros_like(anchor)
     outer = config.outer_loop.optimizer([anchor])

@@ -12,9 +12,9 @@ from thinwire.tools.report.training_figures import figures
 from thinwire.tools.report.training_summary import Event, Summary, summarise
 
 _GAIN = 1.02
-"""The least ratio of step times that counts as a gain."""
+"""Step times must differ by this ratio to be a gain."""
 _STUCK = 3
-"""Losses in a row that are not finite from which training has failed."""
+"""Consecutive non-finite losses after which training has failed."""
 _PROGRAMS = 4
 """The most programs that are listed."""
 
@@ -76,7 +76,7 @@ def _parameters(log: Log) -> str:
 
 
 def whose(log: Log) -> str:
-    """Return the rank that wrote the log, or nothing if the log does not record it."""
+    """Return the rank that wrote the log, or an empty text if the log does not record it."""
     if log.rank is None or log.world_size is None:
         return ""
     among = f" of {log.world_size}" if log.rank < log.world_size else f", in a group of {log.world_size}"
@@ -106,7 +106,7 @@ def verdict(log: Log, summary: Summary) -> str:
 
 
 def _spoilt(log: Log, summary: Summary) -> str:
-    """Return what makes the training itself fail, or an empty text."""
+    """Return the reason why training failed, or an empty text."""
     if summary.stuck:
         return "Training makes no progress: the log ends with overflows."
     loss = log.logged.get("loss")
@@ -116,7 +116,7 @@ def _spoilt(log: Log, summary: Summary) -> str:
     since = finite[-1] + 1 if finite else 0
     if len(loss.values) - since < _STUCK:  # a single one is of a skipped step
         return ""
-    return f"Training failed: the loss is not finite since step {loss.steps[since]:,}."
+    return f"Training failed: the loss is non-finite since step {loss.steps[since]:,}."
 
 
 def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:
@@ -133,7 +133,7 @@ def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:
 def programs(log: Log) -> str:
     """Return the programs that ran, with the steps at which they changed."""
     if not log.programs:
-        return "not known: the log is of an older thinwire"
+        return "not known: the log does not record it"
     first, *later = log.programs
     shown = [first[1], *(f"from step {step:,} {text}" for step, text in later)]
     if len(shown) > _PROGRAMS:
@@ -173,7 +173,7 @@ def step_time(summary: Summary) -> str:
 def dates(summary: Summary) -> str:
     """Return when the log began and ended, in UTC."""
     if summary.began is None or summary.ended is None:
-        return "not known: the log is of an older thinwire"
+        return "not known: the log does not record it"
     try:
         began, ended = (
             datetime.fromtimestamp(instant, timezone.utc) for instant in (summary.began, summary.ended)
@@ -253,12 +253,6 @@ def notes(log: Log, summary: Summary) -> Iterator[str]:
         yield (
             f"{_count(summary.overflows, 'overflow')}{in_a_row}: a gradient was infinite or NaN, and the step"
             f" was skipped.{end}"
-        )
-    if summary.repeats:
-        yield (
-            f"{_count(summary.repeats, 'row')} repeat the step before. The log is of an older thinwire, which"
-            " did not record overflows. Either these steps overflowed, or several ranks wrote to this file,"
-            " and bytes and times are sums over ranks."
         )
     if summary.resumes:
         then, now = summary.resumes[-1]

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from statistics import fmean, median
 
 from thinwire.engine.meter import GRADIENTS, MODELS
-from thinwire.telemetry.log import UNKNOWN, Audited, Log, Series
+from thinwire.telemetry.log import Audited, Log, Series
 
 _STUCK = 3
 _AS_MUCH = 1.02
@@ -44,7 +44,6 @@ class Summary:
         overflows: The number of skipped steps.
         overflows_in_a_row: The largest number of consecutive skipped steps.
         stuck: Whether the log ends with several skipped steps.
-        repeats: Repeated steps in a log that does not record overflows.
         resumes: Pairs of a step and the earlier step that follows it in the log.
         audits: The number of audits.
         latest: The latest audit, or None.
@@ -67,7 +66,6 @@ class Summary:
     overflows: int
     overflows_in_a_row: int
     stuck: bool
-    repeats: int
     resumes: tuple[tuple[int, int], ...]
     audits: int
     latest: Audited | None
@@ -106,7 +104,6 @@ def summarise(log: Log) -> Summary:
     every = list(log.series.values())
     gradients = log.series.get(GRADIENTS, Series())
     steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
-    unknown = (fact == UNKNOWN for fact in gradients.overflowed[1:])
     for_audits = sum(sum(series.audit) for series in every)
     times = [instant for instant in gradients.ended if not math.isnan(instant)]
     compressed, exact = _step_seconds(gradients)
@@ -115,7 +112,7 @@ def summarise(log: Log) -> Summary:
         steps=len(set(steps)),
         sent=sum(sum(series.own) for series in every) + for_audits,
         for_audits=for_audits,
-        ddp=None if UNKNOWN in gradients.ddp else sum(gradients.ddp) or None,
+        ddp=sum(gradients.ddp) or None,
         own_when_audited=sum(
             own for series in every for own, audit in zip(series.own, series.audit, strict=True) if audit
         ),
@@ -124,7 +121,6 @@ def summarise(log: Log) -> Summary:
         overflows=sum(overflowed),
         overflows_in_a_row=max((len(list(run)) for fact, run in groupby(overflowed) if fact), default=0),
         stuck=overflowed[-_STUCK:] == [True] * _STUCK,
-        repeats=sum(then == now for (then, now), old in zip(pairwise(steps), unknown, strict=True) if old),
         resumes=tuple((then, now) for then, now in pairwise(steps) if now < then),
         audits=len(log.audits),
         latest=log.audits[-1] if log.audits else None,
