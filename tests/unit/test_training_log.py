@@ -40,7 +40,8 @@ def exchange(
 ) -> Row:
     """A step as `telemetry.watch` sends it; half of the time is exposed."""
     row: Row = {"step": step, "purpose": purpose, "bytes_sent": sent + audit, "collectives": 1}
-    row |= {"rank": rank, "world_size": 2} | ({"overflowed": overflowed} if purpose == "gradients" else {})
+    row |= {"rank": rank, "world_size": 2, "time": 0.0}
+    row |= {"overflowed": overflowed, "ddp_bytes": 0} if purpose == "gradients" else {}
     times = {"encode_seconds": seconds, "wire_seconds": seconds}
     row |= {**times, "exposed_seconds": None if seconds is None else seconds / 2, "bytes/AllReduce": sent}
     return row | ({"bytes/Audit": audit} if audit else {})
@@ -50,6 +51,7 @@ def audit(step: int, errors: dict[str, float | None], action: str = "") -> Row:
     """An audit as `telemetry.as_audit_row` has it; None is an infinite error."""
     worst = max(errors, key=lambda name: math.inf if errors[name] is None else errors[name] or 0.0)
     row: Row = {"step": step, "purpose": "audit", "of": "gradients", "error": 0.3, "residual": 1.5}
+    row |= {"rank": 0, "world_size": 2, "time": 0.0}
     row |= {"worst": worst, "worst_error": errors[worst], "action": action}
     return (
         row
@@ -211,7 +213,7 @@ def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
         ([], "no whole step yet"),
         ([ROW[:30]], "no whole step yet"),
         ([ROW, ROW[:30], "\n", ROW], "damaged in line 2 .* sed -i 2d"),
-        ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('bytes_sent'\)\)"),
+        ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('rank'\)\)"),
         ([ROW, "[1]\n"], "line 2 is not a row of telemetry"),
         ([ROW, ROW.replace("1000", '"many"')], "line 2 is not a row of telemetry"),
         ([ROW, "[" * 100_000 + "\n"], "damaged in line 2"),

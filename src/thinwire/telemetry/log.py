@@ -30,8 +30,8 @@ class Series:
         wire: Seconds with a collective in flight. NaN if not measured.
         exposed: Seconds that backward waited for the network. NaN if not measured.
         overflowed: 1 if the step was skipped, 0 if not.
-        ddp: Bytes that plain DDP would have sent. 0 if it exchanges no gradients.
-        ended: Seconds since the epoch when the next step began. NaN if not recorded.
+        ddp: Bytes that plain DDP would have sent. 0 in exchanges of models and parameters.
+        ended: Seconds since the epoch when the next step began.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -52,13 +52,13 @@ class Series:
             (self.wire, _or(math.nan, row["wire_seconds"])),
             (self.exposed, _or(math.nan, row["exposed_seconds"])),
         )
-        purpose, step = row.get("purpose", GRADIENTS), row["step"]
+        purpose, step = row["purpose"], row["step"]
         again = purpose != GRADIENTS and len(self.steps) > 0 and self.steps[-1] == step
         if not again:
             self.steps.append(step)
-            self.overflowed.append(int(row.get("overflowed", False)))
-            self.ddp.append(int(row.get("ddp_bytes", 0)))
-            self.ended.append(_or(math.nan, row.get("time")))
+            self.overflowed.append(int(row["overflowed"] if purpose == GRADIENTS else 0))
+            self.ddp.append(int(row["ddp_bytes"] if purpose == GRADIENTS else 0))
+            self.ended.append(float(row["time"]))
         for column, value in values:
             if again:
                 column[-1] += value
@@ -118,7 +118,7 @@ class Log:
         logged: The values that the training loop logged, by name.
         programs: The programs that ran, each with the first step that used it.
         cut: Whether the last line was incomplete and therefore ignored.
-        rank: The rank that wrote the log. None before the first row.
+        rank: The rank that wrote the log. -1 before the first row.
         world_size: The number of ranks at the end of the log.
     """
 
@@ -128,8 +128,8 @@ class Log:
     logged: dict[str, Logged] = field(default_factory=dict)
     programs: list[tuple[int, str]] = field(default_factory=list)
     cut: bool = False
-    rank: int | None = None
-    world_size: int | None = None
+    rank: int = -1
+    world_size: int = 0
 
     @staticmethod
     def of(rows: Iterable[Row]) -> "Log":
@@ -165,15 +165,15 @@ class Log:
         Raises:
             StateError: The row is of another rank than the rows before.
         """
-        rank, size = _place(row, "rank", self.rank), _place(row, "world_size", self.world_size)
-        if self.rank is not None and rank != self.rank:
+        rank, size = _count(row, "rank"), _count(row, "world_size")
+        if self.rank not in (-1, rank):
             raise StateError(
                 f"rows of rank {rank} follow rows of rank {self.rank}, and bytes and times of several ranks"
                 " cannot be added: write one file per rank, as telemetry.watch(..., ranks='all') does"
                 f""", or split this one, as by grep '"rank": {rank},'"""
             )
         self.rank, self.world_size = rank, size
-        purpose = row.get("purpose", GRADIENTS)
+        purpose = row["purpose"]
         if purpose == AUDIT:
             self._take_audit(row)
         else:
@@ -247,12 +247,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _place(row: Row, name: str, before: int | None) -> int | None:
-    """Return a rank or a number of ranks of a row, or of the row before if it has none."""
-    value = row.get(name, before)
-    if value is not None and (not is_whole(value) or value < 0):
+def _count(row: Row, name: str) -> int:
+    value = row[name]
+    if not is_whole(value) or value < 0:
         raise TypeError(f"{name} is {value!r}")
-    return value
+    return int(value)
 
 
 def _error(value: Any) -> float:

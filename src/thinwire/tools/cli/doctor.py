@@ -25,7 +25,6 @@ _OPTIONAL = {
     "click": "the command line: pip install click",
     "rich": "the command line: pip install rich",
     "plotly": "the report: pip install plotly",
-    "sphinx": "thinwire docs --build: pip install sphinx myst-parser furo",
     "tensorboard": "the TensorBoard sink: pip install tensorboard",
     "wandb": "the W&B sink: pip install wandb",
 }

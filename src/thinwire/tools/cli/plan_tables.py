@@ -125,15 +125,12 @@ def check_log(request: Request, log: Log) -> Prediction:
     """Return the prediction for a training log.
 
     Raises:
-        OptionError: The options do not name exactly one program, or the number of hosts is unknown.
+        OptionError: The options do not name exactly one program.
     """
     candidates = request.candidates() if request.programs else []
     if len(candidates) != 1:
         raise OptionError("pass --programs: a check of a log needs the program that ran, as --programs Int8")
-    ranks = log.world_size
-    if request.hosts is None and ranks is None:
-        raise OptionError("pass --hosts: the log does not record the number of hosts")
-    network = request.network(ranks) if request.hosts is None and ranks else request.networks()[0]
+    network = request.network(log.world_size) if request.hosts is None else request.networks()[0]
     return predict_log(log, request.planner(network.ranks), candidates[0], network)
 
 

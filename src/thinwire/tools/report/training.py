@@ -76,9 +76,7 @@ def _parameters(log: Log) -> str:
 
 
 def whose(log: Log) -> str:
-    """Return the rank that wrote the log, or an empty text if the log does not record it."""
-    if log.rank is None or log.world_size is None:
-        return ""
+    """Return the rank that wrote the log."""
     among = f" of {log.world_size}" if log.rank < log.world_size else f", in a group of {log.world_size}"
     return f", rank {log.rank}{among}"
 
@@ -98,7 +96,7 @@ def verdict(log: Log, summary: Summary) -> str:
             return f"It pays: {times}. That is {summary.speed_up:.2f} x as fast.{doubt}"
         return f"It does not pay: {times}. Train without compression here.{doubt}"
     if summary.compression is not None:
-        less = f"It sends {ratio_text(summary.compression)} than plain DDP."
+        less = f"It sends {ratio_text(summary.compression)} plain DDP."
     else:
         less = f"It sends {size(summary.sent_per_step)} a step."
     lacks = "times" if summary.step is None else "exact steps to compare with"
@@ -133,7 +131,7 @@ def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:
 def programs(log: Log) -> str:
     """Return the programs that ran, with the steps at which they changed."""
     if not log.programs:
-        return "not known: the log does not record it"
+        return "not known: the log's first rows are missing"
     first, *later = log.programs
     shown = [first[1], *(f"from step {step:,} {text}" for step, text in later)]
     if len(shown) > _PROGRAMS:
@@ -173,7 +171,7 @@ def step_time(summary: Summary) -> str:
 def dates(summary: Summary) -> str:
     """Return when the log began and ended, in UTC."""
     if summary.began is None or summary.ended is None:
-        return "not known: the log does not record it"
+        return "not known: no step exchanged gradients"
     try:
         began, ended = (
             datetime.fromtimestamp(instant, timezone.utc) for instant in (summary.began, summary.ended)

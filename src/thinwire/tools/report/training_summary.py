@@ -37,7 +37,7 @@ class Summary:
         steps: The number of different steps.
         sent: Bytes in total.
         for_audits: The part of `sent` that audits took for exact means.
-        ddp: Bytes that plain DDP would have sent. None if a step does not record it.
+        ddp: Bytes that plain DDP would have sent. None if none would have been sent.
         own_when_audited: Bytes that programs sent in audited exchanges, to compare with `for_audits`.
         wire: Seconds with a collective in flight. None if not measured.
         exposed: Seconds that backward waited for the network. None if not measured.
@@ -105,7 +105,6 @@ def summarise(log: Log) -> Summary:
     gradients = log.series.get(GRADIENTS, Series())
     steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
     for_audits = sum(sum(series.audit) for series in every)
-    times = [instant for instant in gradients.ended if not math.isnan(instant)]
     compressed, exact = _step_seconds(gradients)
     averages = MODELS in log.series  # most steps exchange nothing, and the median would hide the others
     return Summary(
@@ -126,8 +125,8 @@ def summarise(log: Log) -> Summary:
         latest=log.audits[-1] if log.audits else None,
         worst=_worst(log.audits) if log.audits else None,
         events=events_of(log),
-        began=min(times, default=None),
-        ended=max(times, default=None),
+        began=min(gradients.ended, default=None),
+        ended=max(gradients.ended, default=None),
         step=(fmean(compressed) if averages else median(compressed)) if compressed else None,
         exact_step=median(exact) if len(exact) >= _FEWEST_EXACT else None,
         exact_steps=len(exact),

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from thinwire.docs.book import Book
-from thinwire.docs.docstrings import parse
-from thinwire.docs.names import members_shown
-from thinwire.docs.project import Entry, Page
-from thinwire.docs.relations import Text
-from thinwire.docs.sections import anchor_of
-from thinwire.docs.source import Module
+from repopages.pages.book import Book
+from repopages.pages.names import members_shown
+from repopages.pages.sections import anchor_of
+from repopages.reading.docstrings import parse
+from repopages.reading.project import Entry, Page, Project
+from repopages.reading.relations import Text
+from repopages.reading.source import Module
 
 _TERM = re.compile(r"\| \*\*(?P<terms>[^*]+)\*\* \| (?P<text>.*) \|$")
+_KINDS = ("class", "exception", "function", "concept", "module", "method", "property", "parameter")
+"""Kinds of keywords, those that a reader most likely looks for first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,12 @@ class Keyword:
 
 def keywords_of(book: Book, page: Page) -> list[Keyword]:
     """Return the keywords of one page, sorted and without repetition."""
-    found = [one for module in page.modules for one in _of_module(book, page, module)]
-    unique = {(one.word, one.kind, one.anchor): one for one in found}
-    return sorted(unique.values(), key=lambda one: (one.word.lower(), one.word, one.kind, one.anchor))
+    found = [keyword for module in page.modules for keyword in _of_module(book, page, module)]
+    unique = {(keyword.word, keyword.kind, keyword.anchor): keyword for keyword in found}
+    return sorted(
+        unique.values(),
+        key=lambda keyword: (keyword.word.lower(), keyword.word, keyword.kind, keyword.anchor),
+    )
 
 
 def _of_module(book: Book, page: Page, module: Module) -> Iterator[Keyword]:
@@ -116,13 +121,13 @@ def _terms(book: Book, text: Text) -> Iterator[Keyword]:
                 section=text.title,
                 summary=meaning,
             )
-            for one in _users(book, term):
+            for user in _users(book, term):
                 yield Keyword(
                     word=term,
                     kind="concept",
-                    page=one.document,
+                    page=user.document,
                     anchor="overview",
-                    section=one.name,
+                    section=user.name,
                     summary="",
                 )
 
@@ -132,9 +137,11 @@ def _users(book: Book, term: str) -> list[Page]:
     pattern = re.compile(rf"\b{re.escape(term)}s?\b", re.IGNORECASE)
     counts = {}
     for page in book.project.pages:
-        docs = [text for one in page.modules for text in (one.doc, *(item.doc for item in one.items))]
+        docs = [
+            text for module in page.modules for text in (module.doc, *(item.doc for item in module.items))
+        ]
         counts[page.name] = (sum(len(pattern.findall(text)) for text in docs), page)
-    ranked = sorted(counts.values(), key=lambda one: (-one[0], one[1].name))
+    ranked = sorted(counts.values(), key=lambda counted: (-counted[0], counted[1].name))
     return [page for count, page in ranked[:8] if count]
 
 
@@ -142,22 +149,22 @@ def headings(book: Book) -> list[Keyword]:
     """Return the headings of the Markdown pages."""
     return [
         Keyword(
-            word=one.title,
+            word=text.title,
             kind="section",
-            page=one.document,
-            anchor=one.identifier,
-            section=one.title,
+            page=text.document,
+            anchor=text.identifier,
+            section=text.title,
         )
-        for one in book.relations.texts
-        if one.identifier and one.anchor
+        for text in book.relations.texts
+        if text.identifier and text.anchor
     ]
 
 
 def all_keywords(book: Book) -> list[Keyword]:
     """Return the keywords of all pages, sorted."""
-    found = [one for page in book.project.pages for one in keywords_of(book, page)]
+    found = [keyword for page in book.project.pages for keyword in keywords_of(book, page)]
     found += [*concepts(book), *headings(book)]
-    return sorted(found, key=lambda one: (one.word.lower(), one.word, one.kind, one.page))
+    return sorted(found, key=lambda keyword: (keyword.word.lower(), keyword.word, keyword.kind, keyword.page))
 
 
 def as_list(found: list[Keyword], base: str, *, here: str = "") -> str:
@@ -169,21 +176,52 @@ def as_list(found: list[Keyword], base: str, *, here: str = "") -> str:
         here: The page itself, whose links stay on it and need no title.
     """
     grouped: dict[str, list[Keyword]] = {}
-    for one in found:
-        grouped.setdefault(one.word, []).append(one)
+    for keyword in found:
+        grouped.setdefault(keyword.word, []).append(keyword)
     lines = ['<dl class="keywords">']
     for word, places in grouped.items():
-        links = ", ".join(_place(one, base, here) for one in places[:12])
+        links = ", ".join(_place(keyword, base, here) for keyword in places[:12])
         more = f", and {len(places) - 12} more" if len(places) > 12 else ""
         lines.append(f"<div><dt><code>{escape(word)}</code></dt><dd>{links}{more}</dd></div>")
     return "\n".join([*lines, "</dl>"])
 
 
-def _place(one: Keyword, base: str, here: str) -> str:
-    href = f"#{one.anchor}" if one.page == here else f"{base}{one.url}"
-    page = one.page.rpartition("/")[2]
-    is_object = one.section == one.anchor
+def _place(keyword: Keyword, base: str, here: str) -> str:
+    href = f"#{keyword.anchor}" if keyword.page == here else f"{base}{keyword.url}"
+    page = keyword.page.rpartition("/")[2]
+    is_object = keyword.section == keyword.anchor
     shown = (
-        one.section.removeprefix(f"{page}.") if one.page == here or is_object else f"{page}: {one.section}"
+        keyword.section.removeprefix(f"{page}.")
+        if keyword.page == here or is_object
+        else f"{page}: {keyword.section}"
     )
-    return f'<a href="{escape(href)}">{escape(shown)}</a> <small>{one.kind}</small>'
+    return f'<a href="{escape(href)}">{escape(shown)}</a> <small>{keyword.kind}</small>'
+
+
+def look_up(word: str, path: str) -> list[Keyword]:
+    """Return the places that explain a word, best first.
+
+    Args:
+        word: An identifier or a concept, in any case. A part of it is enough if there is no whole match.
+        path: A checkout, the folder of a package, or the name of an installed one. It is not imported.
+
+    Returns:
+        Whole matches, or else keywords that contain the word. Empty if there are none.
+
+    Example::
+
+        for keyword in look_up("decode", "json"):
+            print(keyword.word, keyword.url, keyword.summary)
+    """
+    found, sought = all_keywords(Book(Project.find(path))), word.lower()
+    exact = [
+        keyword for keyword in found if keyword.word.lower() == sought or keyword.anchor.lower() == sought
+    ]
+    hits = exact or [keyword for keyword in found if sought in keyword.word.lower()]
+    unique = {(keyword.word, keyword.kind, keyword.url): keyword for keyword in hits}
+
+    def rank(keyword: Keyword) -> tuple[int, int, bool, str]:
+        kind = _KINDS.index(keyword.kind) if keyword.kind in _KINDS else len(_KINDS)
+        return kind, len(keyword.word), not keyword.summary, keyword.url
+
+    return sorted(unique.values(), key=rank)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from thinwire.docs.source import Field, Item, Module, constructor, find_package, read_package
+from repopages.reading.source import Field, Item, Module, constructor, find_package, read_package
 
 _CHECKOUT = ("pyproject.toml", "setup.py", "setup.cfg")
 
@@ -15,8 +15,8 @@ class Entry:
     """A public name.
 
     Attributes:
-        name: The shortest name to import it by, such as `thinwire.Int8`.
-        canonical: The name under which it is defined, such as `thinwire.programs.presets.Int8`.
+        name: The shortest name to import it by, such as `json.JSONDecoder`.
+        canonical: The name under which it is defined, such as `json.decoder.JSONDecoder`.
         aliases: Its other public names.
         item: Its definition.
         module: The module that defines it.
@@ -68,21 +68,23 @@ class Project:
 
     @classmethod
     def find(cls, name: str) -> "Project":
-        """Return the package `name`, which is a folder or can be imported.
+        """Return the package `name`: a checkout, the folder of a package, or the name of an installed one.
 
         Raises:
             OptionError: If there is no such package, or it has no Python source.
         """
         folder = find_package(name)
-        read = cls(folder, {one.name: one for one in read_package(folder)})
-        return cls(folder, {name: read._with_inherited_fields(one) for name, one in read.modules.items()})
+        read = cls(folder, {module.name: module for module in read_package(folder)})
+        return cls(
+            folder, {name: read._with_inherited_fields(module) for name, module in read.modules.items()}
+        )
 
     def _with_inherited_fields(self, module: Module) -> Module:
         """Return a module whose dataclasses have the whole signature of their constructors."""
         items = []
         for item in module.items:
             fields = self._all_fields(module, item) if item.fields else ()
-            names = tuple(one.name for one in fields) or item.parameters
+            names = tuple(field.name for field in fields) or item.parameters
             items.append(
                 replace(item, signature=constructor(fields) or item.signature, parameters=names)
                 if fields != item.fields
@@ -96,9 +98,9 @@ class Project:
         for base in reversed(item.bases) if depth else ():
             behind = self.resolve(f"{module.name}.{base}")
             if behind is not None:
-                found |= {one.name: one for one in self._all_fields(*behind, depth - 1)}
-        found |= {one.name: one for one in item.fields}
-        return tuple(sorted(found.values(), key=lambda one: one.kw_only))
+                found |= {field.name: field for field in self._all_fields(*behind, depth - 1)}
+        found |= {field.name: field for field in item.fields}
+        return tuple(sorted(found.values(), key=lambda field: field.kw_only))
 
     @property
     def name(self) -> str:
@@ -123,12 +125,16 @@ class Project:
 
         Without `__all__` anywhere, these are all packages whose names have no leading underscore.
         """
-        packages = [one for one in self.modules.values() if one.is_package]
-        stated = any(one.exports is not None for one in self.modules.values())
+        packages = [module for module in self.modules.values() if module.is_package]
+        stated = any(module.exports is not None for module in self.modules.values())
         rooms = set()
         for package in packages:
-            inside = [one for one in self.modules.values() if self.room(one.name) == self.room(package.name)]
-            chosen = any(one.exports is not None for one in inside) if stated else True
+            inside = [
+                module
+                for module in self.modules.values()
+                if self.room(module.name) == self.room(package.name)
+            ]
+            chosen = any(module.exports is not None for module in inside) if stated else True
             if package.name == self.name or (chosen and not _private(package.name)):
                 rooms.add(package.name)
         return rooms
@@ -151,13 +157,13 @@ class Project:
                     names.setdefault(f"{found[0].name}.{found[1].name}", []).append(f"{module.name}.{name}")
         made = []
         for canonical, public in names.items():
-            first, *others = sorted(set(public), key=lambda one: (one.count("."), len(one), one))
+            first, *others = sorted(set(public), key=lambda name: (name.count("."), len(name), name))
             found = self.resolve(canonical)
             assert found is not None, "it was found by this name above"
             made.append(
                 Entry(name=first, canonical=canonical, aliases=tuple(others), item=found[1], module=found[0])
             )
-        return sorted(made, key=lambda one: one.name.lower())
+        return sorted(made, key=lambda entry: entry.name.lower())
 
     def _public_names(self, module: Module) -> Iterator[str]:
         if module.exports:
@@ -209,7 +215,7 @@ class Project:
     @cached_property
     def pages(self) -> list[Page]:
         """All pages, by name."""
-        defining = {one.module.name for one in self.entries}
+        defining = {entry.module.name for entry in self.entries}
         own: dict[str, list[Module]] = {}
         rest: dict[str, list[Module]] = {}
         for module in self.modules.values():
@@ -243,15 +249,15 @@ class Project:
         found: dict[str, list[Entry]] = {name: [] for name in self.modules}
         for entry in self.entries:
             found[entry.module.name].append(entry)
-        return {name: sorted(held, key=lambda one: one.item.line) for name, held in found.items()}
+        return {name: sorted(held, key=lambda entry: entry.item.line) for name, held in found.items()}
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """The modules of the package that each module imports, where their names are defined."""
         found: dict[str, set[str]] = {}
         for module in self.modules.values():
-            targets = {self.module_behind(one) for one in module.imported.values()}
-            found[module.name] = {one for one in targets if one and one != module.name}
+            targets = {self.module_behind(dotted) for dotted in module.imported.values()}
+            found[module.name] = {target for target in targets if target and target != module.name}
         return found
 
     @cached_property

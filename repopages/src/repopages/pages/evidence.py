@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from thinwire.docs.api import example
-from thinwire.docs.book import Book, counted, table
-from thinwire.docs.docstrings import inline, markdown, parse
-from thinwire.docs.findings import dependencies, raised_errors, touches
-from thinwire.docs.project import Page
-from thinwire.docs.relations import Program, Text
-from thinwire.docs.sections import story
+from repopages.pages.api import example
+from repopages.pages.book import Book, counted, table
+from repopages.pages.sections import story
+from repopages.reading.docstrings import inline, markdown, parse
+from repopages.reading.findings import dependencies, raised_errors, touches
+from repopages.reading.project import Page
+from repopages.reading.relations import Program, Text
 
 _MOST_TESTS, _MOST_ERRORS, _MOST_ROWS, _MOST_BLOCKS = 8, 12, 14, 3
 
@@ -17,7 +17,7 @@ _MOST_TESTS, _MOST_ERRORS, _MOST_ROWS, _MOST_BLOCKS = 8, 12, 14, 3
 def switching(book: Book, page: Page) -> str:
     """Return the differences from the replaced module, and the lines to change."""
     replaced = book.replaced(page.main)
-    names = [one.item.name for one in book.entries(page)]
+    names = [entry.item.name for entry in book.entries(page)]
     module, before = page.main.name, str(replaced)
     if not names:
         names, module, before = [page.main.leaf], module.rpartition(".")[0], before.rpartition(".")[0]
@@ -48,12 +48,12 @@ def needs(book: Book, page: Page) -> str:
         third |= set(second)
     importers, imported = book.neighbours(page)
     rows = [
-        ["standard library", ", ".join(f"`{one}`" for one in sorted(standard)) or "none"],
-        ["other packages", ", ".join(f"`{one}`" for one in sorted(third)) or "none"],
-        ["within the package", ", ".join(book.page_link(one) for one in sorted(imported)) or "none"],
+        ["standard library", ", ".join(f"`{module}`" for module in sorted(standard)) or "none"],
+        ["other packages", ", ".join(f"`{module}`" for module in sorted(third)) or "none"],
+        ["within the package", ", ".join(book.page_link(module) for module in sorted(imported)) or "none"],
         [
             "imported by",
-            ", ".join(book.page_link(one) for one in sorted(importers)) or "no module of the package",
+            ", ".join(book.page_link(module) for module in sorted(importers)) or "no module of the package",
         ],
     ]
     return table(["", "modules"], rows)
@@ -62,14 +62,19 @@ def needs(book: Book, page: Page) -> str:
 def performance(book: Book, page: Page) -> str:
     """Return the docstring's figures, rows of recorded benchmarks that name it, and programs that run it."""
     parts = _stated(book, page, "performance")
-    words = {one for one in _measured_names(book, page) if re.search(r"[A-Z_]|\d", one)}
+    words = {name for name in _measured_names(book, page) if re.search(r"[A-Z_]|\d", name)}
     figures = [
-        one for text in book.relations.texts if "bench" in text.path for one in _figures(book, text, words)
+        figure
+        for text in book.relations.texts
+        if "bench" in text.path
+        for figure in _figures(book, text, words)
     ]
     parts += figures[:_MOST_BLOCKS]
     programs, how = _reaching(book, page, book.relations.benchmarks)
     if programs:
-        listed = "\n".join(f"- `python {one.path}`: {inline(one.summary, _code)}" for one in programs[:5])
+        listed = "\n".join(
+            f"- `python {program.path}`: {inline(program.summary, _code)}" for program in programs[:5]
+        )
         parts.append(f"Benchmarks that {how}:\n\n{listed}")
     if not parts:
         return "No benchmark measures it: the package comes with none that uses this module."
@@ -80,16 +85,16 @@ def _measured_names(book: Book, page: Page) -> set[str]:
     """Return the page's public names, and those that the docstring of its module mentions as code."""
     spans = re.findall(r"`[\w.]*?(\w+)(?:\([^`]*)?`", page.main.doc)
     inner = re.findall(rf"\b{book.project.name}\.(\w+)\(", page.main.doc)
-    known = {one.item.name for one in book.project.entries if one.item.kind != "data"}
-    return {one.item.name for one in book.entries(page)} | (known & {*spans, *inner})
+    known = {entry.item.name for entry in book.project.entries if entry.item.kind != "data"}
+    return {entry.item.name for entry in book.entries(page)} | (known & {*spans, *inner})
 
 
 def _stated(book: Book, page: Page, title: str) -> list[str]:
     """Return a section of the docstrings, such as `Performance:`."""
     return [
-        markdown(book.doc(one).texts[title], book.names.linker(one))
-        for one in page.modules
-        if title in book.doc(one).texts
+        markdown(book.doc(module).texts[title], book.names.linker(module))
+        for module in page.modules
+        if title in book.doc(module).texts
     ]
 
 
@@ -121,16 +126,16 @@ def _rows(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
         elif is_command:
             pending = [line]
         elif line.strip() and not is_row:
-            pending = [*(one for one in pending if one.startswith("$")), *pending[-1:], line]
+            pending = [*(row for row in pending if row.startswith("$")), *pending[-1:], line]
             pending = list(dict.fromkeys(pending))
 
 
 def _reaching(book: Book, page: Page, programs: list[Program]) -> tuple[list[Program], str]:
     """Return the programs that use the page's modules, or else the nearest modules that import them."""
-    reached = {one.name for one in page.modules}
+    reached = {module.name for module in page.modules}
     found, how = book.relations.using(programs, reached), "use it"
     while not found:
-        wider = reached | {one for name in reached for one in book.project.importers[name]}
+        wider = reached | {importer for name in reached for importer in book.project.importers[name]}
         if wider == reached:
             return [], how
         reached, how = wider, "use modules that import it"
@@ -143,9 +148,9 @@ def safety(book: Book, page: Page) -> str:
     parts = _stated(book, page, "safety")
     rows = []
     for module in page.modules:
-        for one in raised_errors(module):
-            where = book.source_link(module, one.where or module.leaf, one.line)
-            rows.append([f"`{one.error}`", inline(one.message, _code), where])
+        for error in raised_errors(module):
+            where = book.source_link(module, error.where or module.leaf, error.line)
+            rows.append([f"`{error.error}`", inline(error.message, _code), where])
     if rows:
         parts.append(f"It raises, instead of continuing ({counted(len(rows), 'check')}):")
         parts.append(table(["error", "message", "raised by"], rows[:_MOST_ERRORS]))
@@ -166,7 +171,7 @@ def _outside(page: Page) -> str:
             " native code or pickle, and runs no text as code."
         )
     listed = "\n".join(
-        f"- {what}: {', '.join(f'`{one}`' for one in sorted(names)[:6])}" for what, names in found.items()
+        f"- {what}: {', '.join(f'`{name}`' for name in sorted(names)[:6])}" for what, names in found.items()
     )
     return f"Effects of its source beyond computing, by the names that it uses:\n\n{listed}"
 
@@ -174,12 +179,15 @@ def _outside(page: Page) -> str:
 def testing(book: Book, page: Page) -> str:
     """Return an example and the tests."""
     parts = [_usage(book, page)]
-    tests, how = _reaching(book, page, [one for one in book.relations.tests if one.tests])
+    tests, how = _reaching(book, page, [program for program in book.relations.tests if program.tests])
     if tests:
-        rows = [[f"`{one.path}`", str(one.tests), inline(one.summary, _code)] for one in tests[:_MOST_TESTS]]
+        rows = [
+            [f"`{program.path}`", str(program.tests), inline(program.summary, _code)]
+            for program in tests[:_MOST_TESTS]
+        ]
         parts.append(f"{counted(len(tests), 'test file')} {how}:")
         parts.append(table(["file", "tests", "subject"], rows))
-        parts.append(f"```sh\npytest {' '.join(one.path for one in tests[:3])}\n```")
+        parts.append(f"```sh\npytest {' '.join(program.path for program in tests[:3])}\n```")
     else:
         parts.append("No tests come with the package.")
     return "\n\n".join(parts)
@@ -188,10 +196,10 @@ def testing(book: Book, page: Page) -> str:
 def _usage(book: Book, page: Page) -> str:
     for entry in book.entries(page):
         texts = parse(entry.item.doc).texts
-        for one in ("example", "examples", "usage"):
-            if one in texts:
-                return example(texts[one])
-    for program in book.relations.using(book.relations.examples, [one.name for one in page.modules]):
+        for title in ("example", "examples", "usage"):
+            if title in texts:
+                return example(texts[title])
+    for program in book.relations.using(book.relations.examples, [module.name for module in page.modules]):
         return f"`{program.path}` uses it: {inline(program.summary, _code)}"
     entries = book.entries(page)
     line = f"from {page.main.name} import {entries[0].item.name}" if entries else f"import {page.main.name}"
@@ -202,17 +210,19 @@ def related(book: Book, page: Page) -> str:
     """Return related pages of the same room, and sections of guides that mention the module's names."""
     parts = []
     parent = page.name.rpartition(".")[0]
-    nearby = [one for one in book.project.pages if one.name.rpartition(".")[0] == parent and one is not page]
+    nearby = [
+        other for other in book.project.pages if other.name.rpartition(".")[0] == parent and other is not page
+    ]
     importers, imported = book.neighbours(page)
-    close = [one for one in nearby if one.name in importers | imported] or nearby
-    listed = [f"- {book.page_link(one.name)}: {_purpose(book, one)}" for one in close[:8]]
+    close = [other for other in nearby if other.name in importers | imported] or nearby
+    listed = [f"- {book.page_link(other.name)}: {_purpose(book, other)}" for other in close[:8]]
     if parent in book.project.page_of:
         listed.insert(0, f"- {book.page_link(parent)}: {_purpose(book, book.project.page_of[parent])}")
     parts.append("\n".join(listed) or "The package has no other module.")
-    words = {one.item.name for one in book.entries(page)} or {page.main.leaf}
+    words = {entry.item.name for entry in book.entries(page)} or {page.main.leaf}
     texts = book.relations.mentioning(words)[:6]
     if texts:
-        parts.append("Pages about it: " + ", ".join(book.text_link(one) for one in texts) + ".")
+        parts.append("Pages about it: " + ", ".join(book.text_link(text) for text in texts) + ".")
     return "\n\n".join(parts)
 
 

@@ -2,93 +2,34 @@
 
 import importlib
 import json
+import re
+import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from repopages.cli import main
+from repopages.errors import OptionError
+from repopages.pages.book import Book
+from repopages.pages.keywords import keywords_of, look_up
+from repopages.pages.layout import SECTIONS, module_page
+from repopages.reading import docstrings, findings
+from repopages.reading.project import Project
+from repopages.site.build import build, write_sources
+from shop_checkout import write_checkout
 
-from thinwire.docs import docstrings, findings
-from thinwire.docs.book import Book
-from thinwire.docs.keywords import keywords_of
-from thinwire.docs.lookup import look_up
-from thinwire.docs.pages import module_page
-from thinwire.docs.project import Project
-from thinwire.docs.site import build
-from thinwire.errors import OptionError
-from thinwire_command import cli
+import repopages
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """A package with a private module, a re-export under another name, and code that must not run."""
-    files = {
-        "pyproject.toml": "",
-        "shop/__init__.py": '''
-            """Sell things.
-
-            Example::
-
-                shop.sell("tea")
-            """
-            from shop._till import sell
-            from shop.goods import Tea as Drink
-
-            raise SystemExit("imported")
-            __all__ = ["Drink", "sell"]
-            ''',
-        "shop/_till.py": '''
-            """The till."""
-            import subprocess
-
-            def sell(what: str, *, price: float = 1.0) -> bool:
-                """Sell one thing.
-
-                Args:
-                    what: The thing, such as `Drink`.
-                    price: In euros.
-                        At least 0.
-
-                Returns:
-                    Whether it was sold.
-
-                Raises:
-                    ValueError: If the price is negative.
-                """
-                if price < 0:
-                    raise ValueError(f"price={price} is negative: give {what} away instead")
-                subprocess.run(["true"])
-                return True
-            ''',
-        "shop/goods.py": '''
-            """Goods."""
-            class Tea:
-                """A drink.
-
-                Parameters
-                ----------
-                grams : int
-                    How much of *it*.
-                """
-                leaves = 3
-                """Number of leaves."""
-
-                def brew(self, minutes):
-                    """Brew it."""
-            ''',
-        "tests/test_shop.py": "import shop\n\ndef test_sell():\n    shop.sell('tea')\n",
-    }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(textwrap.dedent(text).lstrip())
-    return tmp_path / "shop"
+    return write_checkout(tmp_path)
 
 
 def test_names_are_public_where_they_are_exported_and_described_where_they_are_defined(shop: Path) -> None:
     project = Project.find(str(shop))
-    names = {one.name: one.canonical for one in project.entries}
+    names = {entry.name: entry.canonical for entry in project.entries}
     assert names == {"shop.sell": "shop._till.sell", "shop.Drink": "shop.goods.Tea"}
     assert [page.name for page in project.pages] == ["shop", "shop._till", "shop.goods"]
     assert project.imports["shop"] == {"shop._till", "shop.goods"}
@@ -97,7 +38,7 @@ def test_names_are_public_where_they_are_exported_and_described_where_they_are_d
 def test_a_package_is_documented_without_importing_it(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(shop.parent)
     (shop / "deep.py").write_text(f"x = {'-' * 20_000}1")  # more than Python's parser takes
-    assert [one.word for one in look_up("sell", "shop")] == ["sell"]
+    assert [entry.word for entry in look_up("sell", "shop")] == ["sell"]
     assert "shop" not in sys.modules
     with pytest.raises(SystemExit, match="imported"):
         importlib.import_module("shop")
@@ -117,7 +58,7 @@ def test_a_page_has_what_the_source_says(shop: Path) -> None:
     assert r":param grams: How much of \*it\*." in goods
     assert "{py:method} brew(minutes)" in goods
     assert "{py:attribute} leaves" in goods
-    words = {one.word: one.url for one in keywords_of(book, book.project.page_of["shop.goods"])}
+    words = {entry.word: entry.url for entry in keywords_of(book, book.project.page_of["shop.goods"])}
     assert words["brew"] == "modules/shop.goods.html#shop.Drink.brew"
     assert words["grams"] == "modules/shop.goods.html#shop.Drink"
 
@@ -155,21 +96,48 @@ def test_a_pure_module_touches_nothing(shop: Path) -> None:
 
 
 def test_a_word_is_looked_up_whole_then_in_part(shop: Path) -> None:
-    assert [one.kind for one in look_up("SELL", str(shop))] == ["function"]
+    assert [entry.kind for entry in look_up("SELL", str(shop))] == ["function"]
     assert look_up("rew", str(shop))[0].word == "brew"
     assert look_up("nothing", str(shop)) == []
 
 
-def test_the_command_prints_entries_and_suggests_what_to_do() -> None:
-    result = CliRunner().invoke(cli, ["docs", "powerSGD_hook", "--package", "src/thinwire"])
+def test_a_checkout_is_its_one_package(shop: Path) -> None:
+    checkout = shop.parents[1]
+    assert Project.find(str(checkout)).folder == shop
+    (shop.parent / "other").mkdir()
+    (shop.parent / "other" / "__init__.py").touch()
+    with pytest.raises(OptionError, match=r"several packages: pass one of .*other, .*shop"):
+        Project.find(str(checkout))
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def test_the_command_prints_entries_and_suggests_what_to_do(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shop.parents[1])
+    result = run("find", "sell")
     assert result.exit_code == 0
-    assert "function  modules/thinwire.ddp_comm_hooks.powerSGD_hook.html#" in result.stdout
-    found = json.loads(CliRunner().invoke(cli, ["docs", "residual", "--json"]).stdout)
-    assert any(one["kind"] == "concept" for one in found)
-    for words in (["docs"], ["docs", "no-such-word"], ["docs", "x", "--package", "no_such_package"]):
-        result = CliRunner().invoke(cli, words)
+    assert "sell  function  modules/shop._till.html#shop.sell\n    Sell one thing.\n" in result.stdout
+    found = json.loads(run("find", "infusion", "src/shop", "--json").stdout)
+    assert [entry["page"] for entry in found if entry["kind"] == "concept"] == [
+        "docs/glossary",
+        "modules/shop.goods",
+    ]
+    for words in (["find"], ["find", "no-such-word"], ["find", "x", "no_such_package"], ["build", "nothing"]):
+        result = run(*words)
         assert result.exit_code == 2
-        assert result.stderr.startswith("Error: ")
+        assert "Error: " in result.stderr
+        assert result.stdout == ""
+
+
+def test_the_module_is_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "repopages", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert shown == f"repopages, version {repopages.__version__}\n"
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
@@ -178,3 +146,19 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="a folder with other files"):
         build("json", tmp_path)
     assert (tmp_path / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("package", ["json", "concurrent", "click"])
+def test_every_page_of_any_package_has_every_section_and_none_is_empty(package: str, tmp_path: Path) -> None:
+    book = Book(Project.find(package))
+    assert book.project.entries
+    write_sources(book, tmp_path / "sources")
+    for page in book.project.pages:
+        text = (tmp_path / "sources" / f"{page.document}.md").read_text()
+        parts = re.split(r"^## (.*)$", text, flags=re.M)
+        titles, bodies = parts[1::2], parts[2::2]
+        assert titles == [*SECTIONS, "Keywords"]
+        for title, body in zip(titles, bodies, strict=True):
+            assert len(re.sub(r"[\s|`:-]", "", body)) > 10, f"{title} is empty"
+    keywords = json.loads((tmp_path / "sources" / "keywords.json").read_text())["keywords"]
+    assert {entry.item.name for entry in book.project.entries} <= {entry["word"] for entry in keywords}

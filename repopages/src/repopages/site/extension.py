@@ -7,8 +7,8 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from thinwire.docs.names import Names
-from thinwire.version import __version__
+from repopages import __version__
+from repopages.pages.names import Names
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

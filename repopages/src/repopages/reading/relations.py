@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from thinwire.docs.project import Project
-from thinwire.docs.source import imports_of
+from repopages.reading.project import Project
+from repopages.reading.source import imports_of
 
 _TESTS, _BENCHMARKS, _EXAMPLES, _PAGES = "tests", "benchmarks", "examples", "docs"
 _LOOSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
@@ -101,23 +101,26 @@ class Relations:
     def texts(self) -> list[Text]:
         """All sections of all Markdown pages."""
         root = self._project.root
-        return [] if root is None else [one for path in self.pages for one in sections(path, root)]
+        return [] if root is None else [text for path in self.pages for text in sections(path, root)]
 
     def using(self, programs: Iterable[Program], modules: Iterable[str]) -> list[Program]:
         """Return the programs that use any of `modules`, those that use them most first."""
         names = set(modules)
 
-        def uses(one: Program) -> int:
-            return sum(count for name, count in one.uses.items() if name in names)
+        def uses(program: Program) -> int:
+            return sum(count for name, count in program.uses.items() if name in names)
 
-        return sorted((one for one in programs if uses(one)), key=lambda one: (-uses(one), one.path))
+        return sorted(
+            (program for program in programs if uses(program)),
+            key=lambda program: (-uses(program), program.path),
+        )
 
     def mentioning(self, words: Iterable[str]) -> list[Text]:
         """Return the sections that mention any of `words`, those that mention them most first."""
         sought = set(words)
-        found = [one for one in self.texts if one.words & sought and not one.path.startswith("CHANGELOG")]
+        found = [text for text in self.texts if text.words & sought and not text.path.startswith("CHANGELOG")]
         pattern = re.compile(r"\b(?:" + "|".join(map(re.escape, sought or {"^"})) + r")\b")
-        return sorted(found, key=lambda one: -len(pattern.findall("\n".join(one.lines))))
+        return sorted(found, key=lambda text: -len(pattern.findall("\n".join(text.lines))))
 
     def _programs(self, folder: str) -> Iterator[Program]:
         root = self._project.root
@@ -133,7 +136,7 @@ class Relations:
             yield Program(shown, self._uses(tree), _count_tests(tree), summary)
 
     def _uses(self, tree: ast.Module) -> dict[str, int]:
-        """Return how often a file refers to each module: imports, and attributes such as `thinwire.Int8`."""
+        """Return how often a file refers to each module: imports, and attributes such as `json.loads`."""
         names = imports_of(tree, "")
         uses: dict[str, int] = {}
         for node in ast.walk(tree):

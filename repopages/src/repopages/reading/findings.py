@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from thinwire.docs.source import Function, Module
+from repopages.reading.source import Function, Module
 
 _TOUCHES = {
     "starts processes": {"subprocess", "multiprocessing", "os.fork", "os.exec", "os.spawn", "os.system"},
@@ -69,7 +69,7 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(one) if isinstance(one, ast.Constant) else "…" for one in node.values)
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
     if isinstance(node, ast.BinOp):
         return _text(node.left) + (_text(node.right) if isinstance(node.op, ast.Add) else "")
     return "…"
@@ -80,7 +80,7 @@ def touches(module: Module) -> dict[str, list[str]]:
     used = _used_names(module)
     found: dict[str, list[str]] = {}
     for what, names in _TOUCHES.items():
-        hits = sorted(one for one in used if any(_is_in(one, name) for name in names))
+        hits = sorted(dotted for dotted in used if any(_is_in(dotted, name) for name in names))
         if hits:
             found[what] = hits
     return found
@@ -98,7 +98,7 @@ def _used_names(module: Module) -> set[str]:
             used.add(_spelt(ast.unparse(node.func), module))
         elif isinstance(node, ast.Attribute):
             used.add(_spelt(ast.unparse(node), module))
-    return {one for one in used if one.replace(".", "").replace("_", "").isalnum()}
+    return {dotted for dotted in used if dotted.replace(".", "").replace("_", "").isalnum()}
 
 
 def _spelt(dotted: str, module: Module) -> str:
@@ -115,6 +115,6 @@ def dependencies(module: Module, package: str) -> tuple[list[str], list[str]]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(str(node.module))
-    others = sorted(one for one in found if one.partition(".")[0] != package)
-    standard = [one for one in others if one.partition(".")[0] in sys.stdlib_module_names]
-    return standard, [one for one in others if one not in standard]
+    others = sorted(module for module in found if module.partition(".")[0] != package)
+    standard = [module for module in others if module.partition(".")[0] in sys.stdlib_module_names]
+    return standard, [module for module in others if module not in standard]

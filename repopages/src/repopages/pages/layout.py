@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from thinwire.docs import evidence, sections
-from thinwire.docs.book import Book
-from thinwire.docs.docstrings import code, inline, markdown
-from thinwire.docs.keywords import Keyword, as_list, keywords_of
-from thinwire.docs.project import Page
-from thinwire.docs.relations import document_of
+from repopages.pages import evidence, sections
+from repopages.pages.book import Book
+from repopages.pages.keywords import Keyword, as_list, keywords_of
+from repopages.reading.docstrings import code, inline, markdown
+from repopages.reading.project import Page
+from repopages.reading.relations import document_of
 
 Section = Callable[[Book, Page], str]
 
@@ -32,7 +32,7 @@ SECTIONS: dict[str, Section] = {
 def module_page(book: Book, page: Page) -> str:
     """Return the page of a module or an internal room."""
     parts = ["# " + page.name.replace("_", r"\_")]
-    clashes = any(one.name == page.name for one in book.project.entries)
+    clashes = any(entry.name == page.name for entry in book.project.entries)
     if not clashes:  # a function with the name of its module, such as `attach`, owns the name
         parts.append(f"```{{py:module}} {page.name}\n```")
     for title, section in SECTIONS.items():
@@ -61,7 +61,8 @@ def index_page(book: Book, readme: str = "") -> str:
     contents = {title: documents for title, documents in _contents(book).items() if documents}
     trees = [_toctree(book, title, documents) for title, documents in contents.items()]
     shown = [
-        f"## {title}\n\n" + "\n".join(_line(book, one) for one in held) for title, held in contents.items()
+        f"## {title}\n\n" + "\n".join(_line(book, document) for document in held)
+        for title, held in contents.items()
     ]
     return "\n\n".join([*intro, *shown, *trees]) + "\n"
 
@@ -91,16 +92,16 @@ def _contents(book: Book) -> dict[str, list[str]]:
     pages = [
         path.relative_to(book.project.root).as_posix() for path in book.relations.pages if book.project.root
     ]
-    documents = [document_of(one) for one in pages]
-    guides = [one for one in documents if "/guides/" in one]
-    folders = [one for one in documents if one.startswith("docs/") and one not in guides]
-    design = [one for one in folders if "/design/" in one]
-    public = [one.document for one in book.project.pages if not one.internal]
-    internal = [one.document for one in book.project.pages if one.internal]
-    loose = [one for one in documents if "/" not in one and one != "index"]
+    documents = [document_of(path) for path in pages]
+    guides = [document for document in documents if "/guides/" in document]
+    folders = [document for document in documents if document.startswith("docs/") and document not in guides]
+    design = [document for document in folders if "/design/" in document]
+    public = [page.document for page in book.project.pages if not page.internal]
+    internal = [page.document for page in book.project.pages if page.internal]
+    loose = [document for document in documents if "/" not in document and document != "index"]
     return {
         "Guides": _in_reading_order(book, guides),
-        "Subjects": _in_reading_order(book, [one for one in folders if one not in design]),
+        "Subjects": _in_reading_order(book, [document for document in folders if document not in design]),
         "Public modules": public,
         "Internal rooms": internal,
         "Project": [*loose, *design, "keywords"],
@@ -121,16 +122,21 @@ def _in_reading_order(book: Book, documents: list[str]) -> list[str]:
 
 
 def _toctree(book: Book, title: str, documents: list[str]) -> str:
-    shorter = {one.document: book.short(one.name) for one in book.project.pages}
-    listed = "\n".join(f"{shorter[one]} </{one}>" if one in shorter else f"/{one}" for one in documents)
+    shorter = {page.document: book.short(page.name) for page in book.project.pages}
+    listed = "\n".join(
+        f"{shorter[document]} </{document}>" if document in shorter else f"/{document}"
+        for document in documents
+    )
     return f"```{{toctree}}\n:caption: {title}\n:maxdepth: 1\n:hidden:\n\n{listed}\n```"
 
 
 def keyword_page(found: list[Keyword]) -> str:
     """Return the keyword index of the whole site, by letter."""
     letters: dict[str, list[Keyword]] = {}
-    for one in found:
-        letters.setdefault(one.word[:1].upper() if one.word[:1].isalpha() else "Other", []).append(one)
+    for keyword in found:
+        letters.setdefault(keyword.word[:1].upper() if keyword.word[:1].isalpha() else "Other", []).append(
+            keyword
+        )
     parts = [
         "# Keyword index",
         "Every function, class, parameter, import and concept, and where it is explained.",
@@ -154,9 +160,11 @@ def llms_text(book: Book) -> str:
             lines.append(f"- [{title[1] if title else document}]({document}.html)")
         lines.append("")
     for heading, internal in (("Public modules", False), ("Internal rooms", True)):
-        shown = [one for one in project.pages if one.internal == internal]
+        shown = [page for page in project.pages if page.internal == internal]
         if shown:
             lines.append(f"## {heading}")
-            lines += [f"- [{one.name}]({one.document}.html): {book.doc(one.main).summary}" for one in shown]
+            lines += [
+                f"- [{page.name}]({page.document}.html): {book.doc(page.main).summary}" for page in shown
+            ]
             lines.append("")
     return "\n".join(lines)

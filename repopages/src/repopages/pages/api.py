@@ -2,10 +2,10 @@
 
 import textwrap
 
-from thinwire.docs.docstrings import Docstring, Link, code, inline, markdown, parse
-from thinwire.docs.names import Names, members_shown
-from thinwire.docs.project import Entry
-from thinwire.docs.source import Item
+from repopages.pages.names import Names, members_shown
+from repopages.reading.docstrings import Docstring, Link, code, inline, markdown, parse
+from repopages.reading.project import Entry
+from repopages.reading.source import Item
 
 _OUTER, _INNER = "::::::", "::::"
 _EXAMPLES = ("example", "examples", "usage")
@@ -19,9 +19,9 @@ def described(entry: Entry, names: Names) -> str:
     options += [f":canonical: {entry.canonical}"] if entry.canonical != entry.name else []
     body = [*_body(entry.item, link)]
     if entry.aliases:
-        shown = ", ".join(f"`{one}`" for one in entry.aliases)
+        shown = ", ".join(f"`{alias}`" for alias in entry.aliases)
         body.append(f"Also importable as {shown}.")
-    body += [_member(one, link) for one in members_shown(entry)]
+    body += [_member(member, link) for member in members_shown(entry)]
     kind = entry.item.kind
     return _directive(_OUTER, kind, short + _shown_signature(entry.item), options, body)
 
@@ -46,7 +46,7 @@ def _shown_signature(item: Item) -> str:
 
 def _directive(fence: str, kind: str, signature: str, options: list[str], body: list[str]) -> str:
     head = f"{fence}{{py:{kind}}} {' '.join(signature.split())}"
-    text = "\n\n".join(one for one in body if one)
+    text = "\n\n".join(part for part in body if part)
     return "\n".join([head, *options, "", text, fence])
 
 
@@ -58,13 +58,13 @@ def _body(item: Item, link: Link) -> list[str]:
         inline(doc.summary, link),
         markdown(doc.body, link),
         _fields(doc, link),
-        *(example(doc.texts[one]) for one in _EXAMPLES if one in doc.texts),
-        *(f"**{one.capitalize()}.** {markdown(text, link)}" for one, text in _notes(doc)),
+        *(example(doc.texts[title]) for title in _EXAMPLES if title in doc.texts),
+        *(f"**{title.capitalize()}.** {markdown(text, link)}" for title, text in _notes(doc)),
     ]
 
 
 def _notes(doc: Docstring) -> list[tuple[str, str]]:
-    return [(one, text) for one, text in doc.texts.items() if one not in _EXAMPLES]
+    return [(title, text) for title, text in doc.texts.items() if title not in _EXAMPLES]
 
 
 def _fields(doc: Docstring, link: Link) -> str:
@@ -77,7 +77,7 @@ def _fields(doc: Docstring, link: Link) -> str:
             markdown(text, link) if "\n\n" in text or "\n- " in text else inline(" ".join(text.split()), link)
         )
         first, *rest = blocks.splitlines() or [""]
-        lines += [f"{head} {first}".rstrip(), *(f"    {one}".rstrip() for one in rest)]
+        lines += [f"{head} {first}".rstrip(), *(f"    {line}".rstrip() for line in rest)]
     return "\n".join(lines)
 
 

@@ -10,12 +10,13 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from thinwire.docs.book import Book
-from thinwire.docs.keywords import all_keywords
-from thinwire.docs.pages import index_page, keyword_page, llms_text, module_page
-from thinwire.docs.project import Project
-from thinwire.docs.relations import document_of
-from thinwire.errors import OptionError, ThinwireError, UnavailableError
+from repopages.errors import OptionError, RepopagesError, UnavailableError
+from repopages.pages.book import Book
+from repopages.pages.keywords import all_keywords
+from repopages.pages.layout import index_page, keyword_page, llms_text, module_page
+from repopages.reading.project import Project
+from repopages.reading.relations import document_of
+from repopages.site.links import broken_links
 
 _STATIC = Path(__file__).with_name("static")
 _MARK = "keywords.json"
@@ -29,7 +30,7 @@ class Built:
         folder: Its folder.
         pages: Number of pages about modules and rooms.
         keywords: Number of keywords.
-        warnings: Lines that Sphinx warned with.
+        warnings: Sphinx's warnings, then the links that lead nowhere.
     """
 
     folder: Path
@@ -38,15 +39,15 @@ class Built:
     warnings: tuple[str, ...]
 
 
-def build(package: str, out: Path) -> Built:
+def build(path: str, out: Path) -> Built:
     """Build the documentation of a package.
 
     Args:
-        package: Name of an importable package, or its folder. It is not imported.
+        path: A checkout, the folder of a package, or the name of an installed one. It is not imported.
         out: Folder of the site. An earlier site in it is replaced.
 
     Returns:
-        The site, with Sphinx's warnings.
+        The site, with Sphinx's warnings and the broken links.
 
     Raises:
         OptionError: If there is no such package, or `out` holds something else.
@@ -57,19 +58,22 @@ def build(package: str, out: Path) -> Built:
         built = build("json", Path("site"))
     """
     require_sphinx()
-    book = Book(Project.find(package))
+    book = Book(Project.find(path))
     _make_room(out)
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "sources"
         write_sources(book, sources)
         warnings = _run_sphinx(book, sources, out)
-        from thinwire.docs.listings import write_listings
+        from repopages.site.listings import write_listings
 
         write_listings(book.project, out)
         for name in (_MARK, "llms.txt"):
             shutil.copy(sources / name, out / name)
-        count = len(json.loads((sources / _MARK).read_text())["keywords"])
-    return Built(folder=out, pages=len(book.project.pages), keywords=count, warnings=warnings)
+    keywords = json.loads((out / _MARK).read_text())["keywords"]
+    broken = broken_links(out, [keyword["url"] for keyword in keywords])
+    return Built(
+        folder=out, pages=len(book.project.pages), keywords=len(keywords), warnings=(*warnings, *broken)
+    )
 
 
 def require_sphinx() -> None:
@@ -99,7 +103,7 @@ def write_sources(book: Book, folder: Path) -> None:
     keywords = all_keywords(book)
     (folder / "keywords.md").write_text(keyword_page(keywords), encoding="utf-8")
     (folder / "llms.txt").write_text(llms_text(book), encoding="utf-8")
-    found = [{**asdict(one), "url": one.url} for one in keywords]
+    found = [{**asdict(keyword), "url": keyword.url} for keyword in keywords]
     (folder / _MARK).write_text(json.dumps({"package": book.project.name, "keywords": found}, indent=1))
     root, readme = book.project.root, ""
     for path in book.relations.pages if root is not None else ():
@@ -125,7 +129,7 @@ def _page_text(book: Book, path: Path, root: Path, folder: Path) -> str:
         file = (path.parent / there).resolve()
         if file == root / "README.md":
             return link[0].replace(there, os.path.relpath(root / "index.md", path.parent))
-        if "://" in link["target"] or not there or not file.exists() or file.suffix == ".md":
+        if "://" in link["target"] or not there or not file.exists() or file in book.relations.pages:
             return link[0]
         if file.suffix in (".png", ".svg", ".jpg"):
             copy = folder / file.relative_to(root)
@@ -143,7 +147,7 @@ def _page_text(book: Book, path: Path, root: Path, folder: Path) -> str:
 
 
 def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:
-    """Run Sphinx without a conf.py. Return its warnings. Raise ThinwireError if it fails."""
+    """Run Sphinx without a conf.py. Return its warnings. Raise RepopagesError if it fails."""
     from sphinx.application import Sphinx
     from sphinx.errors import SphinxError
     from sphinx.util.console import strip_escape_sequences
@@ -163,7 +167,7 @@ def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:
         )
         application.build()
     except SphinxError as error:
-        raise ThinwireError(f"Sphinx failed: {error}") from error
+        raise RepopagesError(f"Sphinx failed: {error}") from error
     lines = strip_escape_sequences(warned.getvalue()).splitlines()
     return tuple(line.replace(f"{sources}/", "") for line in lines if line.strip())
 
@@ -171,11 +175,11 @@ def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:
 def _configuration(book: Book) -> dict[str, object]:
     return {
         "project": book.project.name,
-        "extensions": ["myst_parser", "thinwire.docs.extension"],
+        "extensions": ["myst_parser", "repopages.site.extension"],
         "html_theme": "furo",
         "html_title": book.project.name,
         "html_static_path": [str(_STATIC)],
-        "html_css_files": ["thinwire-docs.css"],
+        "html_css_files": ["repopages.css"],
         "html_copy_source": False,
         "html_show_copyright": False,
         "html_show_search_summary": False,  # it fetches pages, which browsers forbid on file://

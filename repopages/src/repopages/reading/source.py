@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from thinwire.errors import OptionError
+from repopages.errors import OptionError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_AROUND = ("benchmarks", "docs", "examples", "test", "tests")
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class Module:
     """One source file.
 
     Attributes:
-        name: Dotted name, such as `thinwire.codecs.cast`.
+        name: Dotted name, such as `json.decoder`.
         path: The file.
         text: Its text.
         tree: Its syntax tree.
         doc: Its docstring.
         items: Its top-level definitions, in the order of the file.
         exports: `__all__`, or None.
-        imported: Dotted names that it imports, by local name: {"Cast": "thinwire.codecs.cast.Cast"}.
+        imported: Dotted names that it imports, by local name: {"scanner": "json.scanner"}.
         is_package: Whether it is the `__init__.py` of a folder.
     """
 
@@ -102,21 +103,26 @@ class Module:
 
     def item(self, name: str) -> Item | None:
         """Return the module's definition of `name`, or None."""
-        return next((one for one in self.items if one.name == name), None)
+        return next((item for item in self.items if item.name == name), None)
 
 
 def find_package(name: str) -> Path:
     """Return the folder of a package, or the file of a module, without importing it.
 
     Args:
-        name: A folder, or the name of a package that Python can find.
+        name: A checkout with one package, the folder of a package, or the name of a package that Python can
+            find.
 
     Raises:
-        OptionError: If there is no such package, or it has no Python source.
+        OptionError: If there is no such package, it has no Python source, or the checkout has several.
     """
     folder = Path(name)
-    if folder.is_dir() and any(folder.glob("*.py")):
-        return folder.resolve()
+    packages = _packages_in(folder) if folder.is_dir() else []
+    if len(packages) > 1:
+        listed = ", ".join(str(package) for package in packages)
+        raise OptionError(f"path={name!r} contains several packages: pass one of {listed}")
+    if packages:
+        return packages[0].resolve()
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
     except (ImportError, ValueError):
@@ -124,10 +130,22 @@ def find_package(name: str) -> Path:
     origin = Path(spec.origin) if spec is not None and spec.origin else None
     if origin is None or origin.suffix != ".py":
         raise OptionError(
-            f"package={name!r} has no Python source that can be found: pass the name of an installed package"
-            " or its folder"
+            f"path={name!r} has no Python source that can be found: pass a checkout, the folder of a package"
+            " or the name of an installed one"
         )
     return origin.parent.resolve() if origin.name == "__init__.py" else origin.resolve()
+
+
+def _packages_in(folder: Path) -> list[Path]:
+    """Return the folder if it is a package, or the packages of a checkout, in `src/` or at its top."""
+    if (folder / "__init__.py").exists():
+        return [folder]
+    for parent in (folder / "src", folder):
+        found = [path.parent for path in sorted(parent.glob("*/__init__.py"))]
+        found = [package for package in found if package.name not in _AROUND]
+        if found:
+            return found
+    return [folder] if any(folder.glob("*.py")) else []
 
 
 def read_package(path: Path) -> list[Module]:
@@ -136,7 +154,8 @@ def read_package(path: Path) -> list[Module]:
     Files that this Python cannot parse are left out, as are folders without `__init__.py`.
     """
     if path.is_file():
-        return [one for one in [read_module(path, path.stem)] if one]
+        module = read_module(path, path.stem)
+        return [module] if module else []
     modules = []
     for file in sorted(path.rglob("*.py")):
         parts = file.relative_to(path.parent).with_suffix("").parts
@@ -145,7 +164,7 @@ def read_package(path: Path) -> list[Module]:
             continue
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         modules.append(read_module(file, name))
-    return sorted((one for one in modules if one), key=lambda one: one.name)
+    return sorted((module for module in modules if module), key=lambda module: module.name)
 
 
 def read_module(path: Path, name: str) -> Module | None:
@@ -194,10 +213,12 @@ def imports_of(tree: ast.Module, package: str) -> dict[str, str]:
 def _exports(tree: ast.Module) -> tuple[str, ...] | None:
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(one, ast.Name) and one.id == "__all__" for one in targets):
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             value = getattr(node, "value", None)
             if isinstance(value, ast.List | ast.Tuple):
-                return tuple(str(one.value) for one in value.elts if isinstance(one, ast.Constant))
+                return tuple(
+                    str(element.value) for element in value.elts if isinstance(element, ast.Constant)
+                )
     return None
 
 
@@ -240,10 +261,10 @@ def _item(node: ast.stmt, doc: str) -> Iterator[Item]:
 
 def _function(node: Function, kind: str) -> Item:
     taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    names = [one.arg for one in taken if one.arg not in ("self", "cls")]
-    names += [one.arg for one in (node.args.vararg, node.args.kwarg) if one]
-    decorators = tuple(ast.unparse(one) for one in node.decorator_list)
-    if any(one.rpartition(".")[2] in ("property", "cached_property") for one in decorators):
+    names = [argument.arg for argument in taken if argument.arg not in ("self", "cls")]
+    names += [argument.arg for argument in (node.args.vararg, node.args.kwarg) if argument]
+    decorators = tuple(ast.unparse(decorator) for decorator in node.decorator_list)
+    if any(decorator.rpartition(".")[2] in ("property", "cached_property") for decorator in decorators):
         kind, signature = "property", ast.unparse(node.returns) if node.returns else ""
     else:
         signature = _signature(node, drop_first=kind == "method" and "staticmethod" not in decorators)
@@ -271,17 +292,19 @@ def _signature(node: Function, *, drop_first: bool) -> str:
 
 
 def _class(node: ast.ClassDef) -> Item:
-    decorators = tuple(ast.unparse(one) for one in node.decorator_list)
+    decorators = tuple(ast.unparse(decorator) for decorator in node.decorator_list)
     members = []
     for child, doc in _flat(node.body):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             members.append(_function(child, "method"))
         elif isinstance(child, ast.Assign | ast.AnnAssign):
-            members += [replace(one, kind="attribute") for one in _item(child, doc)]
-    unique = {one.name: one for one in reversed(members)}  # a property's getter comes before its setter
-    made = next((one for one in members if one.name == "__init__"), None)
-    bases = [ast.unparse(one) for one in node.bases]
-    is_error = any(one.endswith(("Error", "Exception", "Warning")) for one in bases)
+            members += [replace(item, kind="attribute") for item in _item(child, doc)]
+    unique = {
+        member.name: member for member in reversed(members)
+    }  # a property's getter comes before its setter
+    made = next((member for member in members if member.name == "__init__"), None)
+    bases = [ast.unparse(base) for base in node.bases]
+    is_error = any(base.endswith(("Error", "Exception", "Warning")) for base in bases)
     fields = () if made else tuple(_fields(node, decorators))
     return Item(
         name=node.name,
@@ -300,7 +323,7 @@ def _class(node: ast.ClassDef) -> Item:
 
 def _fields(node: ast.ClassDef, decorators: tuple[str, ...]) -> Iterator[Field]:
     """Yield the fields that a dataclass declares itself."""
-    how = next((one for one in decorators if "dataclass" in one), None)
+    how = next((decorator for decorator in decorators if "dataclass" in decorator), None)
     for child in node.body if how is not None else ():
         if isinstance(child, ast.AnnAssign) and "ClassVar" not in ast.unparse(child.annotation):
             name, default = ast.unparse(child.target), _default(child.value)
@@ -312,13 +335,13 @@ def _default(value: ast.expr | None) -> str:
     """Return a field's default as a caller sees it, without `dataclasses.field` around it."""
     if not isinstance(value, ast.Call) or ast.unparse(value.func).rpartition(".")[2] != "field":
         return ast.unparse(value) if value is not None else ""
-    options = {one.arg: ast.unparse(one.value) for one in value.keywords}
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
     return f"{options['default_factory']}()" if "default_factory" in options else options.get("default", "")
 
 
 def constructor(fields: Sequence[Field]) -> str:
     """Return the signature of the constructor that takes these fields, or an empty text without fields."""
-    by_place = [one.text for one in fields if not one.kw_only]
-    by_name = [one.text for one in fields if one.kw_only]
+    by_place = [field.text for field in fields if not field.kw_only]
+    by_name = [field.text for field in fields if field.kw_only]
     star = ["*"] if by_name else []
     return f"({', '.join([*by_place, *star, *by_name])})" if fields else ""

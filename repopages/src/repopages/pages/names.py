@@ -2,9 +2,9 @@
 
 import re
 
-from thinwire.docs.docstrings import Link
-from thinwire.docs.project import Entry, Project
-from thinwire.docs.source import Item, Module
+from repopages.reading.docstrings import Link
+from repopages.reading.project import Entry, Project
+from repopages.reading.source import Item, Module
 
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^<>`]*\))?$")
 
@@ -18,17 +18,17 @@ class Names:
 
     def __init__(self, project: Project) -> None:
         self._project = project
-        self._by_canonical = {one.canonical: one for one in project.entries}
+        self._by_canonical = {entry.canonical: entry for entry in project.entries}
         self._targets: set[str] = set()
         self._short: dict[str, set[str]] = {}
         for entry in project.entries:
             self._targets.add(entry.name)
             self._short.setdefault(entry.item.name, set()).add(entry.name)
-            self._targets |= {f"{entry.name}.{one.name}" for one in members_shown(entry)}
+            self._targets |= {f"{entry.name}.{member.name}" for member in members_shown(entry)}
 
     def public(self, name: str) -> str | None:
         """Return the full name of a public object that a page names with or without the package, or None."""
-        return next((one for one in (name, f"{self._project.name}.{name}") if one in self._targets), None)
+        return next((full for full in (name, f"{self._project.name}.{name}") if full in self._targets), None)
 
     def unique(self, short: str) -> str | None:
         """Return the full name of the only public object called `short`, or None."""
@@ -68,16 +68,16 @@ class Names:
         known = self._by_canonical.get(canonical)
         tried = [f"{entry.name}.{name}" if entry else "", known.name if known else "", name]
         tried += [f"{self._project.name}.{name}"]
-        target = next((one for one in tried if one in self._targets), None)
+        target = next((name for name in tried if name in self._targets), None)
         return target or (self.unique(name) if "." not in name else None)
 
 
 def members_shown(entry: Entry) -> list[Item]:
     """Return the members of a class that its page documents: public ones with a docstring."""
     return [
-        one
-        for one in entry.item.members
-        if one.public and one.doc and (not one.name.startswith("__") or one.name == "__call__")
+        member
+        for member in entry.item.members
+        if member.public and member.doc and (not member.name.startswith("__") or member.name == "__call__")
     ]
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
-from thinwire.docs.docstrings import Docstring, parse
-from thinwire.docs.names import Names
-from thinwire.docs.project import Entry, Page, Project
-from thinwire.docs.relations import Relations, Text
-from thinwire.docs.source import Item, Module
+from repopages.pages.names import Names
+from repopages.reading.docstrings import Docstring, parse
+from repopages.reading.project import Entry, Page, Project
+from repopages.reading.relations import Relations, Text
+from repopages.reading.source import Item, Module
 
 _REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `(?P<name>[\w.]+)`")
 
@@ -36,7 +36,7 @@ class Book:
 
     @cached_property
     def _docs(self) -> dict[str, Docstring]:
-        return {name: parse(one.doc) for name, one in self.project.modules.items()}
+        return {name: parse(module.doc) for name, module in self.project.modules.items()}
 
     def doc(self, module: Module) -> Docstring:
         """Return a module's docstring in parts."""
@@ -48,8 +48,8 @@ class Book:
 
     def other_items(self, module: Module) -> list[Item]:
         """Return functions and classes of a module that are not public."""
-        public = {one.item.name for one in self.project.entries_of[module.name]}
-        return [one for one in module.items if one.name not in public and one.kind != "data"]
+        public = {entry.item.name for entry in self.project.entries_of[module.name]}
+        return [item for item in module.items if item.name not in public and item.kind != "data"]
 
     def page_link(self, module: str) -> str:
         """Return a Markdown link from one module's page to another's."""
@@ -82,14 +82,16 @@ class Book:
         """Return the names of the pages whose modules import this page's, and of those imported by it."""
         importers, imported = set(), set()
         for module in page.modules:
-            importers |= {self.project.page_of[one].name for one in self.project.importers[module.name]}
-            imported |= {self.project.page_of[one].name for one in self.project.imports[module.name]}
+            importers |= {
+                self.project.page_of[importer].name for importer in self.project.importers[module.name]
+            }
+            imported |= {self.project.page_of[target].name for target in self.project.imports[module.name]}
         return importers - {page.name}, imported - {page.name}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *([_cell(one) for one in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -7,7 +7,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from thinwire.docs.project import Project
+from repopages.reading.project import Project
 
 _FOLDER = "source"
 _PAGE = """<!doctype html>

@@ -2,12 +2,12 @@
 
 import re
 
-from thinwire.docs.api import described
-from thinwire.docs.book import Book, counted, table
-from thinwire.docs.docstrings import code, inline, markdown, parse
-from thinwire.docs.drawing import neighbours
-from thinwire.docs.project import Page
-from thinwire.docs.source import Item, Module
+from repopages.pages.api import described
+from repopages.pages.book import Book, counted, table
+from repopages.pages.drawing import neighbours
+from repopages.reading.docstrings import code, inline, markdown, parse
+from repopages.reading.project import Page
+from repopages.reading.source import Item, Module
 
 DIFFERENCES = "Differences from "
 
@@ -15,16 +15,16 @@ DIFFERENCES = "Differences from "
 def metadata(book: Book, page: Page) -> str:
     """Return path, size, tests and neighbours as a table."""
     modules, entries = page.modules, book.entries(page)
-    tests = book.relations.using(book.relations.tests, [one.name for one in modules])
+    tests = book.relations.using(book.relations.tests, [module.name for module in modules])
     importers, imported = book.neighbours(page)
     path = book.source_link(page.main, book.project.shown_path(page.main))
     if len(modules) > 1:
         path += f" and {counted(len(modules) - 1, 'module')} described here"
-    size = sum(len(one.text.encode()) for one in modules) / 1024
-    count = sum(one.tests for one in tests)
+    size = sum(len(module.text.encode()) for module in modules) / 1024
+    count = sum(program.tests for program in tests)
     rows = [
         ["path", path],
-        ["size", f"{counted(sum(one.lines for one in modules), 'line')}, {size:.1f} KB"],
+        ["size", f"{counted(sum(module.lines for module in modules), 'line')}, {size:.1f} KB"],
         ["kind", "internal room" if page.internal and len(modules) > 1 else _kind(book, page)],
         ["public names", _public_names(page, len(entries))],
         [
@@ -69,8 +69,12 @@ def overview(book: Book, page: Page) -> str:
     entries = book.entries(page)
     if entries:
         rows = [
-            [f"{{py:obj}}`{one.item.name} <{one.name}>`", one.item.kind, _summary(book, page.main, one.item)]
-            for one in entries
+            [
+                f"{{py:obj}}`{entry.item.name} <{entry.name}>`",
+                entry.item.kind,
+                _summary(book, page.main, entry.item),
+            ]
+            for entry in entries
         ]
         parts.append(table(["public name", "kind", "summary"], rows))
     if page.main.exports and page.main.is_package:
@@ -80,16 +84,16 @@ def overview(book: Book, page: Page) -> str:
         for module in page.modules
         if book.other_items(module) or module is not page.main
     ]
-    children = [one for one in book.project.pages if one.name.rpartition(".")[0] == page.name]
+    children = [child for child in book.project.pages if child.name.rpartition(".")[0] == page.name]
     if children:
-        listed = "\n".join(f"- {book.page_link(one.name)}: {purpose(book, one)}" for one in children)
+        listed = "\n".join(f"- {book.page_link(child.name)}: {purpose(book, child)}" for child in children)
         parts.append(f"Modules with a page of their own:\n\n{listed}")
-    return "\n\n".join(one for one in parts if one) or "The module defines nothing."
+    return "\n\n".join(part for part in parts if part) or "The module defines nothing."
 
 
 def _examples(book: Book, module: Module) -> list[str]:
     texts = book.doc(module).texts
-    return [texts[one] for one in ("example", "examples", "usage") if one in texts]
+    return [texts[title] for title in ("example", "examples", "usage") if title in texts]
 
 
 def _exported(book: Book, page: Page) -> str:
@@ -108,8 +112,8 @@ def _exported(book: Book, page: Page) -> str:
 def _inside(book: Book, page: Page, module: Module) -> str:
     """Return the names of a module that are not public, as a table."""
     rows = [
-        [book.source_link(module, one.name, one.line), one.kind, _summary(book, module, one)]
-        for one in book.other_items(module)
+        [book.source_link(module, item.name, item.line), item.kind, _summary(book, module, item)]
+        for item in book.other_items(module)
     ]
     listed = table(["name", "kind", "summary"], rows) if rows else "It defines no functions or classes."
     if module is page.main:
@@ -120,7 +124,7 @@ def _inside(book: Book, page: Page, module: Module) -> str:
     body = markdown(story(book.doc(module).body)[0], link)
     target = f"({anchor_of(module)})="
     return "\n\n".join(
-        one for one in (target, f"### {book.short(module.name)}", summary, body, listed) if one
+        part for part in (target, f"### {book.short(module.name)}", summary, body, listed) if part
     )
 
 
@@ -145,7 +149,7 @@ def api(book: Book, page: Page) -> str:
     """Return every public name with its signature and docstring."""
     entries = book.entries(page)
     if entries:
-        return "\n\n".join(described(one, book.names) for one in entries)
+        return "\n\n".join(described(entry, book.names) for entry in entries)
     if page.main.is_package:
         return "The package defines no public names itself. The overview lists where they are defined."
     return "No public names. The overview lists the names for internal use."
@@ -157,14 +161,14 @@ def architecture(book: Book, page: Page) -> str:
     links = {book.short(name): f"{name}.html" for name in importers | imported}
     drawn = neighbours(
         book.short(page.name),
-        {book.short(one): links[book.short(one)] for one in importers},
-        {book.short(one): links[book.short(one)] for one in imported},
+        {book.short(name): links[book.short(name)] for name in importers},
+        {book.short(name): links[book.short(name)] for name in imported},
     )
     chain = _chain(book, page)
     if len(chain) > 1:
         text = (
             "Shortest chain of imports from the package to it: "
-            + " → ".join(book.page_link(one) for one in chain)
+            + " → ".join(book.page_link(name) for name in chain)
             + "."
         )
     elif page.main.name == book.project.name:
@@ -176,7 +180,7 @@ def architecture(book: Book, page: Page) -> str:
 
 def _chain(book: Book, page: Page) -> list[str]:
     """Return the modules on the shortest path from the package to the page, or an empty list."""
-    goal, start = {one.name for one in page.modules}, book.project.name
+    goal, start = {module.name for module in page.modules}, book.project.name
     if start in goal:
         return []
     known: dict[str, str] = {start: ""}
@@ -184,11 +188,11 @@ def _chain(book: Book, page: Page) -> list[str]:
     while frontier:
         reached = []
         for name in frontier:
-            for one in sorted(book.project.imports[name] - known.keys()):
-                known[one] = name
-                reached.append(one)
-                if one in goal:
-                    return _traced(known, one)
+            for imported in sorted(book.project.imports[name] - known.keys()):
+                known[imported] = name
+                reached.append(imported)
+                if imported in goal:
+                    return _traced(known, imported)
         frontier = reached
     return []
 
@@ -205,9 +209,9 @@ def source(book: Book, page: Page) -> str:
     parts = []
     for module in page.modules:
         path = book.source_link(module, book.project.shown_path(module))
-        items = [one for one in module.items if one.kind != "data"]
+        items = [item for item in module.items if item.kind != "data"]
         shown = ", ".join(
-            f"{book.source_link(module, one.name, one.line)} ({one.line}-{one.end})" for one in items
+            f"{book.source_link(module, item.name, item.line)} ({item.line}-{item.end})" for item in items
         )
         parts.append(f"- {path}: {shown}" if shown else f"- {path}")
     return "\n".join(parts)

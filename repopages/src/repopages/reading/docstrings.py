@@ -130,14 +130,14 @@ def markdown(text: str, link: Link) -> str:
 def _blocks(text: str, link: Link) -> Iterator[str]:
     for lines in _paragraphs(text):
         first = lines[0]
-        if first.startswith((" ", ">>> ")) or any(one.lstrip()[:1] in "├└│|+" for one in lines[1:]):
+        if first.startswith((" ", ">>> ")) or any(line.lstrip()[:1] in "├└│|+" for line in lines[1:]):
             yield code("\n".join(lines))
         elif re.match(r"[-*+] |\d+[.)] ", first):
             yield _list(lines, link)
         elif len(lines) == 2 and _RULE.match(lines[1]):
             yield f"**{inline(first, link)}**"
         elif not first.startswith(".. "):
-            joined = " ".join(one.strip() for one in lines)
+            joined = " ".join(line.strip() for line in lines)
             yield inline(re.sub(r"::$", ":", joined), link)
 
 
