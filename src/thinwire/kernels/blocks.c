@@ -9,6 +9,10 @@
 
 EXPORT int32_t tw_abi(void) { return ABI; }
 
+/* Whether all numbers are finite. Infinity and NaN have the largest magnitudes as integers, so a maximum of bits finds
+ * them. A sum would also overflow for huge finite numbers. */
+CLONES EXPORT int32_t tw_finite(const float *x, int64_t n) { return largest_magnitude(x, n) < INFINITE; }
+
 /* In the order of `blocks.KINDS` in Python. */
 static const Kind *const kinds[] = {&INT8, &INT4, &SIGN, &E4M3, &E5M2, &INT2};
 

@@ -166,21 +166,6 @@ def add(
     _call_into("tw_add", kind, block, scales, codes, into, weight)
 
 
-def scale_finite(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor in place and return whether all products are finite, in one pass if possible.
-
-    Args:
-        x: Tensor of any real floating dtype, on any device.
-        factor: Factor.
-
-    Returns:
-        A scalar bool tensor on the device of `x`. The host has not read it.
-    """
-    if not addressable([x]):
-        return finite(x.mul_(factor))
-    return _flag(_library().tw_scale_finite(x.data_ptr(), x.numel(), factor))
-
-
 def finite(x: torch.Tensor) -> torch.Tensor:
     """Return whether all numbers of a tensor are finite.
 

@@ -59,7 +59,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tw_decode": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tw_add": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _F32]),
     "tw_finite": (_I32, [_ADDRESS, _I64]),
-    "tw_scale_finite": (_I32, [_ADDRESS, _I64, _F32]),
     "tw_times": (None, [_ADDRESS, _ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),
     "tw_transposed_times": (None, [_ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),
     "tw_product_few": (None, [_ADDRESS, _ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),
