@@ -59,7 +59,7 @@ class Auto(Configuration):
     Args:
         max_gap: The largest expected loss gap, as a share of the loss. Programs whose gap was never
             measured are not chosen. Gaps were measured on transformers. For other models they are the only
-            evidence, and the reason says so.
+            evidence, and the reason mentions it.
         max_memory: The most bytes beyond plain DDP's memory. None for no limit.
         candidates: The gradient programs to choose from.
         after: Steps that are timed before the plan.

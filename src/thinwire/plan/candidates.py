@@ -45,50 +45,50 @@ class Candidate:
 
     Attributes:
         text: The program as the user wrote it. Empty for plain DDP.
-        given: The argument of `attach`. None for plain DDP.
+        argument: The argument of `attach`. None for plain DDP.
         bucket_mb: DDP's bucket size. None for its default.
     """
 
     text: str
-    given: Stage | None
+    argument: Stage | None
     bucket_mb: float | None = None
 
     @classmethod
-    def of(cls, text: str, given: Stage | Schedule) -> "Candidate":
+    def of(cls, text: str, argument: Stage | Schedule) -> "Candidate":
         """Return the candidate for an argument of `attach`.
 
         Raises:
             OptionError: The planner supports neither its strategy nor its options.
         """
-        if isinstance(given, Averaging):
-            if given.within is not None:
+        if isinstance(argument, Averaging):
+            if argument.within is not None:
                 raise OptionError(f"program={text!r} cannot be planned with within=: leave it out")
-        elif isinstance(given, Schedule | Configuration):
+        elif isinstance(argument, Schedule | Configuration):
             raise OptionError(
                 f"program={text!r} cannot be planned: pass gradient programs and averaged models such as"
                 " DiLoCo(period=16), or measure it by thinwire bench"
             )
-        return cls(text, given)
+        return cls(text, argument)
 
     @property
     def name(self) -> str:
         """The name in tables, without an outer optimizer, whose options fill a line."""
-        if isinstance(self.given, Averaging):
-            shown = short(self.given)
+        if isinstance(self.argument, Averaging):
+            shown = short(self.argument)
             begin = shown.find("outer=functools.partial(")
             end = shown.find(")", begin) + 1
             return shown if begin < 0 else (shown[:begin] + shown[end:].lstrip(", ")).replace(", )", ")")
-        return PLAIN if self.given is None else short(self.given)
+        return PLAIN if self.argument is None else short(self.argument)
 
     @property
     def averaging(self) -> Averaging | None:
         """The configuration of averaged models, or None where gradients are averaged."""
-        return self.given if isinstance(self.given, Averaging) else None
+        return self.argument if isinstance(self.argument, Averaging) else None
 
     @property
     def program(self) -> Program:
         """The program for gradients."""
-        return Exact() if self.given is None else configuration_of(self.given).gradient_program()
+        return Exact() if self.argument is None else configuration_of(self.argument).gradient_program()
 
     @property
     def period(self) -> int:
@@ -99,11 +99,11 @@ class Candidate:
 
     def validate(self, shapes: Shapes, ranks: int) -> None:
         """Raise OptionError if the candidate is not a program, or does not fit the model."""
-        if self.given is None:
+        if self.argument is None:
             return
         if self.averaging is None:
-            require_program(self.given)
-        check_fit(self.given, dict(shapes), ranks)
+            require_program(self.argument)
+        check_fit(self.argument, dict(shapes), ranks)
 
 
 PLAIN_DDP = Candidate("", None)

@@ -33,13 +33,11 @@ class Measured:
     Attributes:
         shapes: The shapes of the parameters in the order in which backward computes their gradients.
         compute: The times.
-        source: `"measured here"` or `"given"`.
         kind: The kind of the model, see `thinwire.plan.gaps.kind_of`.
     """
 
     shapes: Shapes
     compute: Compute
-    source: str
     kind: str = ""
 
 
@@ -80,7 +78,7 @@ def measure(model: nn.Module, batch: Callable[[int], Any], make: MakeOptimizer) 
     order = rounds[-1][0]
     times = [values for _, values in rounds[1:]]
     found = {name: shapes[name] for name in order}
-    return Measured(found, _compute(times), "measured here", kind_of(model))
+    return Measured(found, _compute(times), kind_of(model))
 
 
 def _round(
@@ -149,7 +147,7 @@ def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
         copy_rate=copy_rate(),
         cores=cores_per_rank(),
     )
-    return Measured(shapes, compute, "given", kind)
+    return Measured(shapes, compute, kind)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

@@ -81,11 +81,11 @@ class Known:
     steps: int | None = None
     kind: str = ""
 
-    def gap(self, given: object) -> Gap | None:
+    def gap(self, argument: object) -> Gap | None:
         """Return the expected gap of a program, or None if it is unknown.
 
         Args:
-            given: The argument of `attach`, or None for plain DDP.
+            argument: The argument of `attach`, or None for plain DDP.
 
         >>> from thinwire import Exact, Int4, RandomK
         >>> known = Known(kind=TRANSFORMER)
@@ -94,7 +94,7 @@ class Known:
         >>> str(Known().gap(Int4()))
         'unknown for this kind of model'
         """
-        name = "DDP" if given is None else short(given)
+        name = "DDP" if argument is None else short(argument)
         if name in EXACT:
             return Gap(0.0, "exact")
         if name in self.own:

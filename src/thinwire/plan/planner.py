@@ -85,7 +85,7 @@ class Planner:
         flight, and the anchors of averaged models.
         """
         config = candidate.averaging
-        if candidate.given is None:
+        if candidate.argument is None:
             return 0
         if config is None:
             layouts = [handed.layout for handed in self._handed(candidate)]
@@ -109,7 +109,8 @@ class Planner:
         """
         return [
             replace(
-                row, crossover=None if row.candidate.given is None else self.crossover(row.candidate, network)
+                row,
+                crossover=None if row.candidate.argument is None else self.crossover(row.candidate, network),
             )
             for row in self.quick_rows(candidates, network, known)
         ]
@@ -129,7 +130,7 @@ class Planner:
             cost.step + width,
             plain.step / cost.step,
             self.memory(candidate, network.ranks),
-            known.gap(candidate.given),
+            known.gap(candidate.argument),
             None,
         )
 
@@ -182,7 +183,7 @@ class Planner:
         shapes, size = self.measured.shapes, self.itemsize
 
         def make() -> list[Handed]:
-            if candidate.given is None:
+            if candidate.argument is None:
                 return plain_buckets(shapes, candidate.bucket_mb, size)
             return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
 
@@ -227,7 +228,7 @@ class Planner:
         layout, arrivals = handed.layout, self.compute.arrivals
         arrival = arrivals[handed.parameters - 1] if arrivals else self.compute.backward
         transfers = traffic(layout, ranks, self.step).transfers
-        if candidate.given is None:  # DDP divides while it copies gradients into buckets
+        if candidate.argument is None:  # DDP divides while it copies gradients into buckets
             encode: tuple[float, ...] = (0.0,) * (len(transfers) + 1)
         else:
             encode = self._encode(layout, ranks, len(transfers))

@@ -35,7 +35,7 @@ def time_of(row: Row) -> list[str]:
         interval,
         f"{row.speed_up:.2f} x",
         show_seconds(cost.exposed),
-        show_seconds(cost.encode) if row.candidate.given is not None else "-",
+        show_seconds(cost.encode) if row.candidate.argument is not None else "-",
     ]
 
 

@@ -62,22 +62,22 @@ class Contestant:
         """The steps after which costs repeat. None if they do not repeat within a run."""
         return cycle_of(self.program)
 
-    def bucket_mb(self, given: float | None) -> float | None:
+    def bucket_mb(self, asked: float | None) -> float | None:
         """Return the size of DDP's buckets.
 
         torch's hooks with several collectives race if there is more than one bucket, so they get a single
         one. thinwire's programs get the size in `BUCKET_MB`.
 
         Args:
-            given: The size that the user passed. None to choose.
+            asked: The size that the user passed. None to choose.
 
         Returns:
             The size in MB, or None for DDP's default.
         """
         if self.kind == "torch" and (needed := self._torch().bucket_mb):
             return needed
-        if given is not None or self.kind != "thinwire":
-            return given
+        if asked is not None or self.kind != "thinwire":
+            return asked
         suited = getattr(self.program, "bucket_mb", None)
         return float(suited) if isinstance(suited, int | float) else BUCKET_MB.get(public_name(self.text))
 
@@ -109,8 +109,8 @@ class Contestant:
         optimizer = make(ddp.parameters())
         if self.program is None:
             return optimizer, None
-        given = optimizer if isinstance(self.program, Configuration | Schedule) else None
-        return optimizer, thinwire.attach(ddp, self.program, optimizer=given, history=1)
+        passed = optimizer if isinstance(self.program, Configuration | Schedule) else None
+        return optimizer, thinwire.attach(ddp, self.program, optimizer=passed, history=1)
 
     def _torch(self) -> Counterpart:
         return COUNTERPARTS[public_name(self.text)]

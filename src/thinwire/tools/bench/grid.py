@@ -88,7 +88,7 @@ class Grid:
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         if self.seeds < 1:
-            raise OptionError(f"seeds={self.seeds} must be at least 1: each is a training of its own")
+            raise OptionError(f"seeds={self.seeds} must be at least 1: each is a separate training")
         for count in self.hosts:
             if not 2 <= count <= MOST_HOSTS:
                 raise OptionError(f"hosts={count} must be from 2 to {MOST_HOSTS}: one host sends nothing")

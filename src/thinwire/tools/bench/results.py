@@ -56,7 +56,7 @@ class Track:
         peak_memory: Peak bytes of a process that trains only this contestant.
         bucket_mb: The size of DDP's buckets. None for DDP's default, or without DDP.
         cycle: The number of steps after which costs repeat. None if they do not repeat.
-        averages_models: Whether ranks train models of their own between averages.
+        averages_models: Whether ranks train separate models between averages.
     """
 
     name: str

@@ -186,8 +186,8 @@ def main() -> None:
             sys.stdout.write(f"\n{MARK}{json.dumps([kind, value])}\n")
             sys.stdout.flush()
 
-    given = json.loads(sys.argv[1])
-    task = Task(**{**given, "programs": tuple(given["programs"])})
+    fields = json.loads(sys.argv[1])
+    task = Task(**{**fields, "programs": tuple(fields["programs"])})
     try:
         with served_store() if task.memory else nullcontext():
             work(task, report)

@@ -298,5 +298,5 @@ def _build_error(said: str, network: Network) -> LabError | UnavailableError:
             f"this kernel cannot emulate delay or loss (netem: {said}): leave --delay and --loss out, or load"
             " the module sch_netem"
         )
-    said = said or "no reason given"
+    said = said or "no error message"
     return LabError(f"the network could not be built ({said}): run `thinwire doctor` to see what is missing")
