@@ -343,7 +343,7 @@ def test_every_default_is_planned_for_many_hosts(text: str) -> None:
         plain, row = planner.quick_rows(
             [Candidate.of(text, parse_program(text))], network(1e8, ranks), Known()
         )
-        assert plain.candidate.given is None
+        assert plain.candidate.argument is None
         assert math.isfinite(row.cost.step)
 
 
