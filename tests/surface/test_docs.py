@@ -19,8 +19,8 @@ from thinwire.engine.simulate import simulate
 from thinwire.telemetry.log import Log
 from thinwire.testing import check_codec
 from thinwire.tools.bench.workloads import GPT
+from thinwire.tools.report.training import notes
 from thinwire.tools.report.training_summary import summarise
-from thinwire.tools.report.training_words import notes
 
 ROOT = Path(__file__).parents[2]
 

@@ -72,6 +72,29 @@ def test_a_program_that_raises_takes_the_wire_down_with_a_reason() -> None:
     assert echo.closed
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_run_ends_the_open_step_and_returns_the_result(inline: bool) -> None:
+    engine = engine_on(Echo(), inline=inline)
+    before = submit(engine, staged(2), label="bucket 0", last=False)
+    assert engine.run(staged(3), step=0, label="the check").item() == 3
+    assert before.done()
+    assert engine.run(staged(1), step=1, label="alone").item() == 1
+    assert [len(record.order) for record in engine.stats().records] == [5, 1]
+    engine.close()
+
+
+def test_run_raises_the_failure_of_any_program_of_its_step() -> None:
+    def broken() -> Collectives[torch.Tensor]:
+        yield AllReduce(torch.zeros(1))
+        raise KeyError("lost")
+
+    engine = engine_on(Echo())
+    submit(engine, broken(), label="bucket 0", last=False)
+    with pytest.raises(ProgramError, match="failed on bucket 0"):
+        engine.run(staged(2), step=0, label="the check")
+    engine.close()
+
+
 def test_an_interrupt_inside_a_program_takes_the_wire_down() -> None:
     def interrupted() -> Collectives[torch.Tensor]:
         yield AllReduce(torch.zeros(1))

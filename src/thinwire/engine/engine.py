@@ -58,6 +58,7 @@ class Engine:
         self.meter = meter or Meter()
         self._communicator = communicator
         self._purpose = purpose
+        self._device = device
         self._inline = device.type != "cpu" if inline is None else inline
         self._side_stream = SideStream(device)
         self._scheduler = Scheduler(communicator, self.meter, device.type)
@@ -111,6 +112,30 @@ class Engine:
             self._scheduler.add(run)
             self._move()
         return run.future
+
+    def run(self, program: Collectives[torch.Tensor], *, step: int, label: object) -> torch.Tensor:
+        """Run a program between backward passes, after those already submitted, and wait for all of them.
+
+        Args:
+            program: The generator that yields collectives. It ends the open step, or is a step of its own.
+            step: The step's number in the meter.
+            label: The program's name in errors.
+
+        Returns:
+            The program's result.
+
+        Raises:
+            WireError: The engine is closed, or a collective failed.
+            ProgramError: A program failed.
+        """
+        instead = torch.zeros(0, dtype=torch.float32, device=self._device)
+        with at_work():
+            future = self.submit(program, step=step, label=label, last=True, instead=instead)
+            # Guarded, a failure is raised here by `settle`, with its type, and not by the future.
+            self.guard()
+            self.settle()
+            result: torch.Tensor = future.wait()
+        return result
 
     def hurry(self, step: EngineStep) -> None:
         """Run the open step's programs so far to their ends before any that are submitted later."""

@@ -44,22 +44,16 @@ class Shards:
         """
         if self._group.size() == 1:
             return flag
-        return self._run(_all_true(flag), step, "the agreement on overflows", flag)
+        return self._run(_all_true(flag), step, "the agreement on overflows")
 
     def gather(self, numbers: Sequence[int], step: int) -> list[list[int]]:
         """Return the numbers of all ranks of the replica, in the order of ranks. Collective."""
         own = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
-        return self._run(_gathered(own), step, "the agreement within the replica", own).tolist()
+        return self._run(_gathered(own), step, "the agreement within the replica").tolist()
 
-    def _run(
-        self, steps: Collectives[torch.Tensor], step: int, label: str, instead: torch.Tensor
-    ) -> torch.Tensor:
+    def _run(self, steps: Collectives[torch.Tensor], step: int, label: str) -> torch.Tensor:
         assert self._engine is not None, "open() comes first"
-        agreed = self._engine.submit(steps, step=step, label=label, last=True, instead=instead)
-        self._engine.guard()
-        self._engine.settle()
-        result: torch.Tensor = agreed.wait()
-        return result
+        return self._engine.run(steps, step=step, label=label)
 
     def fail(self, error: ThinwireError) -> None:
         """Report a failure of this rank's wire to the other shards, which would wait for this one."""

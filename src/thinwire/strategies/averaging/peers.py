@@ -83,13 +83,8 @@ class AveragingGroup:
 
     def run(self, steps: Collectives[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
         """Run a single program among some ranks, and return its result."""
-        instead = torch.zeros(0, dtype=torch.float32, device=self._device)
         job = steps if ranks == self.everyone else among(ranks, steps)
-        future = self.engine.submit(job, step=self._steps.count, label=label, last=True, instead=instead)
-        self.engine.guard()
-        self.engine.settle()
-        result: torch.Tensor = future.wait()
-        return result
+        return self.engine.run(job, step=self._steps.count, label=label)
 
     def close(self) -> None:
         """Leave the process group."""

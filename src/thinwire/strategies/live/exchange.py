@@ -189,14 +189,7 @@ class Exchange:
         return copies
 
     def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
-        """Run a single program, and return its result."""
-        instead = torch.zeros(0, dtype=torch.float32, device=self._replica.device)
-        number = self._replica.step
-        future = self._engine.submit(steps, step=number, label=label, last=True, instead=instead)
-        self._engine.guard()
-        self._engine.settle()
-        result: torch.Tensor = future.wait()
-        return result
+        return self._engine.run(steps, step=self._replica.step, label=label)
 
 
 def _gather(own: torch.Tensor) -> Collectives[torch.Tensor]:

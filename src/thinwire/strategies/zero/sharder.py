@@ -292,14 +292,7 @@ class Sharder(Strategy):
         return torch.tensor(overflows == 0, dtype=torch.bool, device="cpu")
 
     def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
-        """Run a program after those already submitted, and wait for all of them."""
-        nothing, count = self._nothing(), self.context.reducer.steps.count
-        with at_work():
-            future = self._engine.submit(steps, step=count, label=label, last=True, instead=nothing)
-            self._engine.guard()
-            self._engine.settle()
-            result: torch.Tensor = future.wait()
-        return result
+        return self._engine.run(steps, step=self.context.reducer.steps.count, label=label)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = _closure_in(args, kwargs)

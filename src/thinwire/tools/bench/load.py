@@ -82,7 +82,7 @@ def machine_seconds() -> float | None:
     """
     try:
         line = Path("/proc/stat").read_text().partition("\n")[0]
-        user, nice, system, _, _, _, _, steal = (int(one) for one in line.split()[1:9])
+        user, nice, system, _, _, _, _, steal = (int(ticks) for ticks in line.split()[1:9])
     except (OSError, ValueError):
         return None
     # Without interrupts: those of the timed work's own packets are not counted as time of its processes.
