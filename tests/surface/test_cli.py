@@ -162,7 +162,7 @@ def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
 
 def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
     times = {"encode_seconds": None, "wire_seconds": None, "exposed_seconds": None}
-    row = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    row: dict[str, object] = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
     row |= {"rank": 0, "world_size": 2, "overflowed": False, "ddp_bytes": 20, "time": 0.0}
     path = tmp_path / "steps.jsonl"
     path.write_text(json.dumps(row) + '\n{"step": 1, "pur')
