@@ -13,7 +13,7 @@ Example::
 
 The names that most scripts use:
 
-    attach                              exchange what a DDP or FSDP2 model sends by a program; return a Wire
+    attach                              compress what a DDP or FSDP2 model sends; returns a Wire
     Wire                                stats, explain, clip_grad_norm_, finalize, swap, disable, state_dict
     Exact, BF16, Int8, Int4, PowerSGD   programs for gradients, from exact to coarse
     LocalSGD, DiLoCo, SparseLoCo        local training, with models exchanged every few steps
