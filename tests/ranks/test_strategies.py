@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from thinwire.strategies.averaging.local_gradients import Alone
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp, own
 from thinwire import Configuration, Strategy
-from thinwire.strategies.averaging.local_gradients import Alone
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire.strategies.averaging.local_gradients import Alone
 
 import thinwire
 from tests.simulated import normal
@@ -29,7 +30,6 @@ from thinwire import (
     Warmup,
 )
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
-from thinwire.strategies.averaging.local_gradients import Alone
 from thinwire.testing import SimulatedRanks
 
 SHAPES = {"w": (18, 6), "small": (3, 5), "b": (7,), "one": ()}

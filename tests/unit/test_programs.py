@@ -17,8 +17,9 @@ from thinwire import ddp_comm_hooks as own_hooks
 from thinwire.engine.agreement import Described, shown
 from thinwire.engine.simulate import simulate
 from thinwire.programs.description import describe, short
-from thinwire.programs.program import check_outcome, require_program
+from thinwire.programs.program import check_outcome
 from thinwire.programs.rules import exceptions_of
+from thinwire.programs.wrapper import as_program
 from thinwire.strategies.gradients import Gradients, given_of
 from thinwire.strategies.schedule import StagePlan
 
@@ -117,7 +118,7 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     "give",
     [
-        lambda maker: require_program(maker),
+        lambda maker: as_program(maker),
         lambda maker: thinwire.Warmup(maker, steps=3),
         lambda maker: thinwire.ErrorFeedback(maker),
         lambda maker: thinwire.AcrossNodes(maker, node_size=1),
@@ -162,7 +163,7 @@ def own_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.
 )
 def test_a_communication_hook_is_refused_with_its_replacement(room: Any, hook: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        require_program(hook(room))
+        as_program(hook(room))
 
 
 def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
@@ -179,10 +180,10 @@ def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
         Exact(),
         Exact().__call__,
     ):
-        require_program(program)
+        as_program(program)
         thinwire.Schedule({0: program})
     with pytest.raises(OptionError, match=r"a program of your own takes \(bucket, memory\)"):
-        require_program(lambda bucket: None)
+        as_program(lambda bucket: None)
 
 
 def scaled(factor: float, by: object = None) -> Program:

@@ -1,6 +1,6 @@
 """The collectives of a program on a model, told by the program itself on tensors without values."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -182,13 +182,8 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
 
 def _collectives(program: Program, bucket: Bucket, memory: Memory) -> Iterator[Collective]:
     """Yield a program's collectives, by its outline where running it for every rank would take long."""
-    outline = getattr(program, "outline", None)
-    if outline is not None and bucket.world_size > _FEW:
-        told: Iterable[Collective] | None = outline(bucket)
-        if told is not None:
-            yield from told
-            return
-    yield from rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
+    outline = program.outline(bucket) if bucket.world_size > _FEW else None
+    yield from outline or rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
 
 
 def _received(op: Collective, ranks: int) -> int:
