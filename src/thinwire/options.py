@@ -47,7 +47,7 @@ class Options:
         """
         optimizers = optimizers_of(self.optimizer, model.parameters())
         check_dense(model)
-        check_rules(checked_rules(self.rules), model)
+        check_rules(self.rules, model)
         check_scaler(self.scaler)
         target = Target(model, optimizers, audits=bool(self.audit_every), scaler=self.scaler)
         for stage in plan.stages:
@@ -146,7 +146,7 @@ def check_rules(rules: Rules, model: AttachedModel) -> None:
     shapes = model.shapes()
     check_used(rules, shapes)
     members = parameters_by_rule(rules, shapes)
-    for number, (_, program) in enumerate(rules):
+    for number, (_, program) in enumerate(checked_rules(rules)):
         describe(program)
         program.check(members[number], model.group.size())
 

@@ -140,7 +140,7 @@ class Larger(TwoShot):
 
 def test_a_subclass_that_overrides_no_method_keeps_the_promises() -> None:
     program = Larger(Quantize(bits=4))
-    assert program.stateless and program.carries_exact and program.folds_residuals
+    assert (program.stateless, program.carries_exact, program.folds_residuals) == (True, True, True)
 
 
 def test_a_program_that_says_it_is_stateless_and_keeps_a_slot_raises() -> None:

@@ -52,7 +52,7 @@ class Partition(Program):
     @property
     def inner(self) -> tuple[Program, ...]:
         """The programs of all rules, and the default."""
-        return (*(program for _, program in self.rules), self.default)
+        return (*(program for _, program in checked_rules(self.rules)), self.default)
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.

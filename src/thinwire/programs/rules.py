@@ -10,7 +10,7 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import same_program, short
-from thinwire.programs.program import Program
+from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.wrapper import as_program
 
 
@@ -54,7 +54,7 @@ class Vectors:
 
 
 Selector: TypeAlias = str | Size | Vectors
-Rules: TypeAlias = Sequence[tuple[Selector, Program]]
+Rules: TypeAlias = Sequence[tuple[Selector, ProgramFunction]]
 """Pairs of a pattern or a `Size`, and a program. The first rule that fits a parameter chooses its program.
 
 In a pattern `*` matches anything and `?` one character.
@@ -139,7 +139,7 @@ def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) 
     Returns:
         Choices by parameter name.
     """
-    all_rules: list[tuple[Selector, Program]] = list(rules)
+    all_rules = list(checked_rules(rules))
     if program.exact_vectors:
         all_rules.append((Vectors(), Exact()))
     known = [program]
