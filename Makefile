@@ -24,14 +24,14 @@ test-integrations: .venv/.integrations
 	$(BIN)/pytest -n 2 --dist loadfile tests/integrations src/thinwire/integrations
 
 .venv/.integrations: $(READY)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]' -e ./repopages
 	@[ "$$($(TORCH_VERSION))" = "$$(cat $(READY))" ] || { echo "the frameworks replaced torch $$(cat $(READY)) by" \
 	    "$$($(TORCH_VERSION)): pin versions in constraints.txt that accept the former, then run make clean" >&2; exit 1; }
 	touch $@
 
-# The documentation as a site, without a warning: site/index.html. It works offline.
+# The documentation as a site, without a warning, by the tool in repopages/: site/index.html. It works offline.
 docs: $(READY)
-	$(BIN)/thinwire docs --build src/thinwire --out site --strict
+	$(BIN)/repopages build src/thinwire --out site --strict
 
 # What would be released: built, checked, installed in an empty environment, and run there.
 dist: $(READY)
@@ -83,14 +83,14 @@ COMPAT := .venv-torch-$(TORCH)
 compat: system
 	$(PYTHON) -m venv $(COMPAT)
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.in > $(COMPAT)/constraints.txt
-	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]'
+	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]' -e ./repopages
 	$(COMPAT)/bin/python -c "import torch; print('torch', torch.__version__)"
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR):$(CURDIR)/repopages/src $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
 
 # Every package that the extras install, with its version, for all supported Pythons: constraints.txt from constraints.in.
 # No hashes: a build of torch for CPU has others than the one on PyPI.
 constraints: build/uv
-	$</bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --upgrade -c constraints.in \
+	$</bin/uv pip compile pyproject.toml repopages/pyproject.toml --all-extras --universal --python-version 3.10 --upgrade -c constraints.in \
 	    --no-annotate --custom-compile-command "make constraints" --quiet -o constraints.txt
 
 build/uv:
@@ -104,9 +104,9 @@ system:
 	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 
 # Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
-$(READY): pyproject.toml constraints.txt Makefile $(KERNELS)
+$(READY): pyproject.toml repopages/pyproject.toml constraints.txt Makefile $(KERNELS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./repopages
 	$(BIN)/python -c "import pathlib, site; pathlib.Path(site.getsitepackages()[0], 'checkout.pth').write_text('$(CURDIR)')"
 	$(TORCH_VERSION) > $(READY)
 

@@ -150,7 +150,7 @@ def main() -> None:
         rank_main(options)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    count = sum(one.numel() for one in meta_model(options).parameters())
+    count = sum(parameter.numel() for parameter in meta_model(options).parameters())
     print(f"{network(options)}; {count / 1e6:.1f} M parameters, {4 * count / 1e6:.1f} MB of gradients")
     found, sent, rate = measure(options, sys.argv[1:])
     print(f"{options.rounds} steps each, interleaved; ms a step, median (quartiles)")

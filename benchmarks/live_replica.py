@@ -180,8 +180,11 @@ def _train(plan: Plan, place: Place, wire: Any, trained: tuple[Any, Any], progre
 
 def _digest(module: nn.Module) -> str:
     """Return a hash of the whole parameters' bits. Collective among the ranks of a replica."""
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in module.parameters()]
-    bits = torch.cat([one.detach().flatten() for one in whole]).view(torch.uint8)
+    whole = [
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        for parameter in module.parameters()
+    ]
+    bits = torch.cat([tensor.detach().flatten() for tensor in whole]).view(torch.uint8)
     return hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
 
 

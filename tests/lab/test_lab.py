@@ -14,11 +14,10 @@ import pytest
 
 from benchmarks.bandwidth import measured_rate, transfer
 from thinwire import LabError, UnavailableError
+from thinwire.tools.cli.doctor import examine
 from thinwire.tools.lab import namespaces
-from thinwire.tools.lab.checks import examine
 from thinwire.tools.lab.namespaces import MARK, Lab, clean
-from thinwire.tools.lab.network import plan
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import parse_rate, plan
 from thinwire.tools.lab.run import Finished, run_on
 
 

@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, changed, equal, flat_gradients, flat_parameters, mlp, own
+from tests.models import batch, equal, flat_gradients, flat_parameters, mlp, own
 from thinwire.checkpoint.dcp import read_model
 from thinwire.checkpoint.trees import copied
 from thinwire.ddp_comm_hooks._python_reducer import _only_group
 from thinwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from thinwire.programs.parameter_names import with_original_names
 from thinwire.telemetry import watch
 
 
@@ -57,15 +56,6 @@ class Job:
             self.optimizer.step()
 
 
-def prefixed(state: Any) -> Any:
-    """A state's inner part, as once saved from a compiled model: by the wrapper's names."""
-    if isinstance(state, dict):
-        return {f"_orig_mod.{key}" if "layers" in key else key: prefixed(one) for key, one in state.items()}
-    if isinstance(state, list):
-        return [f"_orig_mod.{one}" if isinstance(one, str) else prefixed(one) for one in state]
-    return state
-
-
 def checkpointed(rank: int, world_size: int, folder: str) -> None:
     torch.compiler.set_stance("force_eager")  # names are what matters here
     warnings.simplefilter("ignore")  # DCP's
@@ -76,14 +66,14 @@ def checkpointed(rank: int, world_size: int, folder: str) -> None:
         path = str(thinwire.save_checkpoint(f"{folder}/{compiled}", *saved))
         parts = {"model": first.ddp.module.state_dict(), "optimizer": thinwire.PerRank(first.optimizer)}
         extra: dict[str, Any] = {f"rank {rank} of 2": ({},)}
-        dcp.save({**parts, "wire": first.wire, "extra": extra}, checkpoint_id=f"{folder}/earlier {compiled}")
+        dcp.save({**parts, "wire": first.wire, "extra": extra}, checkpoint_id=f"{folder}/dcp {compiled}")
         first.train(rank, 3, 6)
         job = Job(thinwire.Int8(), not compiled)
         thinwire.load_checkpoint(path, job.ddp, job.optimizer, job.wire)
         job.train(rank, 3, 6)
         assert torch.equal(flat_parameters(job.model), flat_parameters(first.model))
         other = Job(thinwire.Exact(), not compiled)
-        model = read_model(f"{folder}/earlier {compiled}", other.ddp.module, {})
+        model = read_model(f"{folder}/dcp {compiled}", other.ddp.module, {})
         other.ddp.module.load_state_dict(model)
         assert torch.equal(other.model.state_dict()["layers.0.weight"], saved_weight(path))
 
@@ -107,15 +97,13 @@ def resumed(rank: int, world_size: int, program: Any) -> None:
     first.train(rank, 0, 3)
     state = first.wire.state_dict()
     assert "_orig_mod" not in repr(own(state))
-    keys = [key for key in ("memory", "buckets", "averaging", "sharding") if key in own(state)]
-    earlier = changed(state, **{key: prefixed(own(state)[key]) for key in keys})
     model, moments = copied(first.model.state_dict()), copied(first.optimizer.state_dict())
     first.train(rank, 3, 6)
-    for saved, compiled in ((state, False), (earlier, True)):
+    for compiled in (False, True):
         job = Job(program, compiled)
         job.model.load_state_dict(model)
         job.optimizer.load_state_dict(copied(moments))
-        job.wire.load_state_dict(saved)
+        job.wire.load_state_dict(state)
         job.train(rank, 3, 6)
         assert equal(job.wire.state_dict(), first.wire.state_dict())
         assert equal(job.model.state_dict(), first.model.state_dict())
@@ -132,14 +120,6 @@ def resumed(rank: int, world_size: int, program: Any) -> None:
 )
 def test_states_of_compiled_and_plain_models_are_one(program: Any) -> None:
     run_ranks(resumed, 2, program)
-
-
-def test_names_of_a_torch_named_state() -> None:
-    state = PowerSGDState(None)
-    state.error_dict["_orig_mod.w"] = state.q_memory_dict["a._orig_mod.w q 1x2"] = torch.ones(1)
-    state.__setstate__(state.__getstate__())
-    assert (list(state.error_dict), list(state.q_memory_dict)) == (["w"], ["a.w q 1x2"])
-    assert with_original_names({"_orig_mod.a": [1, "b._orig_mod.c"], 2: None}) == {"a": [1, "b.c"], 2: None}
 
 
 SCHEDULE = thinwire.Schedule({0: thinwire.Exact(), 2: thinwire.DiLoCo(2), 5: thinwire.Int8()})

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from thinwire.strategies.averaging.local_gradients import Alone
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp, own
 from thinwire import Configuration, Strategy
+from thinwire.programs.allreduce import Alone
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 
@@ -159,46 +159,3 @@ def overwrites(rank: int, world_size: int) -> None:
 
 def test_a_third_partys_state_cannot_overwrite_the_wires() -> None:
     run_ranks(overwrites, 1)
-
-
-def old_states(rank: int, world_size: int, path: str) -> None:
-    saved = torch.load(path, weights_only=True)["ranks"]
-    for name, make in _PROGRAMS.items():
-        own, ddp = saved[rank][name], DDP(mlp(width=8, layers=3))
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        ddp.module.load_state_dict(own["model"])
-        wire = thinwire.attach(ddp, make(), optimizer=optimizer)
-        optimizer.load_state_dict(own["optimizer"])
-        wire.load_state_dict(own["wire"])
-        ((old,),), ((new,),) = own["wire"].values(), wire.state_dict().values()
-        assert new["step"] == old["step"] == 6, name
-        assert (new["program"] == old["program"]) is (name != "diloco"), "its outer optimizer has changed"
-        for parameter, slots in old["memory"].items():
-            for key, tensor in slots.items():
-                assert torch.equal(new["memory"][parameter][key], tensor), (name, parameter, key)
-        for step in range(6, 10):
-            optimizer.zero_grad()
-            ddp(batch(rank, step, width=8)).square().mean().backward()
-            optimizer.step()
-        wire.finalize()
-        flat = flat_parameters(ddp.module)
-        both = [torch.empty_like(flat) for _ in range(world_size)]
-        torch.distributed.all_gather(both, flat)
-        assert torch.equal(*both), name
-        assert flat.isfinite().all(), name
-
-
-_PROGRAMS: dict[str, Any] = {
-    "int8": thinwire.Int8,
-    "int4 with rules": thinwire.Int4,
-    "powersgd": lambda: thinwire.PowerSGD(rank=2, min_compression=1),
-    "topk": thinwire.Sign,
-    "diloco": lambda: thinwire.DiLoCo(period=4, program=thinwire.Int4(), fragments=2, overlap=1),
-    "localsgd": lambda: thinwire.LocalSGD(period=4, warmup_steps=2),
-    "zero": lambda: thinwire.ZeRO(thinwire.Int8(), parameters=torch.bfloat16),
-    "schedule": lambda: thinwire.Schedule({0: thinwire.Exact(), 3: thinwire.Int8()}),
-}
-
-
-def test_states_of_the_version_before_load() -> None:
-    run_ranks(old_states, 2, str(Path(__file__).parents[1] / "fixtures" / "states.pt"))

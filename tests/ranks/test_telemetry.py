@@ -24,8 +24,8 @@ from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import telemetry
 from thinwire.telemetry.log import Log
+from thinwire.tools.report.training import whose
 from thinwire.tools.report.training_summary import summarise
-from thinwire.tools.report.training_words import whose
 
 STEPS = 5
 

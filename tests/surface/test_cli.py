@@ -20,20 +20,20 @@ import thinwire
 from tests.unit import test_summary as summary
 from tests.unit.test_untrusted import Hostile
 from thinwire import UnavailableError
-from thinwire.plan import load
+from thinwire.tools.bench import load
 from thinwire.tools.bench.grid import Grid
 from thinwire.tools.bench.results import Results
 from thinwire.tools.cli import bench as bench_command
 from thinwire.tools.cli import doctor as doctor_command
-from thinwire.tools.cli.main import cli
-from thinwire.tools.lab import checks, namespaces
+from thinwire.tools.lab import namespaces
+from thinwire_command import cli
 
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli, list(words))
 
 
-COMMANDS = ["bench", "docs", "doctor", "lab", "plan", "report"]
+COMMANDS = ["bench", "doctor", "lab", "plan", "report"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -150,6 +150,7 @@ def test_a_plan_on_a_busy_machine_says_that_it_is_uncertain(monkeypatch: pytest.
 def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
     times = {"encode_seconds": 0.01, "wire_seconds": 0.2, "exposed_seconds": 0.1}
     row = {"purpose": "gradients", "bytes_sent": 1_000_000, **times, "world_size": 2, "rank": 0}
+    row |= {"overflowed": False, "ddp_bytes": 4_000_000, "time": 0.0}
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(4)))
     words = f"plan --check {path} --parameters 1e6 --compute 0.1s --link 100mbit --programs BF16"
@@ -161,7 +162,8 @@ def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
 
 def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
     times = {"encode_seconds": None, "wire_seconds": None, "exposed_seconds": None}
-    row = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    row: dict[str, object] = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    row |= {"rank": 0, "world_size": 2, "overflowed": False, "ddp_bytes": 20, "time": 0.0}
     path = tmp_path / "steps.jsonl"
     path.write_text(json.dumps(row) + '\n{"step": 1, "pur')
     result = run("report", str(path))
@@ -366,7 +368,7 @@ def no_way(*args: object) -> Any:
 
 
 def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (namespaces, checks, bench_command):
+    for module in (namespaces, doctor_command, bench_command):
         monkeypatch.setattr(module, "way_in", no_way)
     for words in ("lab -- true", "bench --steps 8"):
         result = run(*words.split())

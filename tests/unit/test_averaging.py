@@ -348,10 +348,3 @@ def test_the_default_outer_optimizer_follows_the_number_of_ranks() -> None:
         assert chosen["lr"] == 0.8
         assert chosen["lr"] / (1 - chosen["momentum"]) == pytest.approx(0.8 * max(2, world_size**0.5))
     assert DiLoCo(4, outer=partial(torch.optim.SGD, lr=0.7)).outer_loop.tuning is None
-
-
-def test_a_default_diloco_continues_from_states_of_version_0_1_only() -> None:
-    papers = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-    assert list(DiLoCo(4).earlier_descriptions()) == [describe(DiLoCo(4, outer=papers))]
-    assert not DiLoCo(4, outer=papers).earlier_descriptions()
-    assert describe(DiLoCo(4)) != describe(DiLoCo(4, outer=papers)), "ranks that mix them must not agree"

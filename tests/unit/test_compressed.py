@@ -149,16 +149,6 @@ def test_half_precision_gradients_have_a_float32_residual() -> None:
     assert ranks.kept(0, RESIDUAL).dtype == torch.float32
 
 
-@pytest.mark.parametrize("program", [Int8(), PowerSGD(rank=1, min_compression=1, warmup=0)], ids=str)
-def test_a_half_precision_residual_of_an_earlier_version_becomes_float32(program: Program) -> None:
-    ranks = SimulatedRanks(program, {"p": (8, 8)}, 2)
-    for memory in ranks.memories:
-        memory.put("p", RESIDUAL, torch.zeros(8, 8, dtype=torch.bfloat16))
-        memory.put("p", "q 1x8", torch.ones(1, 8, dtype=torch.bfloat16))
-    ranks.step([normal(rank, 64).bfloat16() for rank in range(2)])
-    assert ranks.kept(0, RESIDUAL).dtype == torch.float32
-
-
 def test_the_residual_outlives_a_change_of_program() -> None:
     ranks = SimulatedRanks(Int4(), {"p": (64,)}, 2)
     ranks.step(list(normal(0, 2, 64)))

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from thinwire import AllGather, AllReduce
@@ -56,16 +55,6 @@ def test_an_overflow_is_a_fact_of_its_record() -> None:
     stats = meter.snapshot()
     assert [record.overflowed for record in stats.records] == [False, False, True, False]
     assert (stats.overflows, stats.steps, stats.exchanges) == (1, 3, 4)
-
-
-def test_the_former_name_of_encode_seconds_still_works() -> None:
-    meter = Meter()
-    record = StepTrace(0, rank=0, size=2).finish(0.0, timed=True)
-    meter.add(record)
-    with pytest.warns(DeprecationWarning, match="is now encode_seconds"):
-        assert record.compute_seconds == record.encode_seconds
-    with pytest.warns(DeprecationWarning, match="is now encode_seconds"):
-        assert meter.snapshot().compute_seconds == meter.snapshot().encode_seconds
 
 
 def test_totals_as_text_name_skipped_steps() -> None:

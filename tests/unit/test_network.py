@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import OptionError
-from thinwire.tools.lab.checks import network
+from thinwire.plan.units import show_rate
+from thinwire.tools.cli.doctor import network
 from thinwire.tools.lab.interfaces import VARIABLE, Interface, default_route, gloo_interface, interfaces
-from thinwire.tools.lab.network import Link, plan
-from thinwire.tools.lab.rate import parse_rate, show_rate
+from thinwire.tools.lab.network import Link, parse_rate, plan
 
 
 @given(st.integers(min_value=10**5, max_value=10**11))

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 import thinwire
 from tests.simulated import bytes_of
 from thinwire import Bucket, Collectives, Memory, OptionError, Outcome, Program
-from thinwire.plan import load as load_module
 from thinwire.plan import planner as planner_module
 from thinwire.plan.candidates import DEFAULTS, PLAIN_DDP, Candidate, exchanges_of, outer_bytes
 from thinwire.plan.compute import assumed, measure, transformer_shapes
 from thinwire.plan.cost import Chunk, Compute, averaged_cost, step_cost
 from thinwire.plan.encode import Speeds
 from thinwire.plan.gaps import TRANSFORMER, Gap, Known, kind_of, shipped
-from thinwire.plan.load import Load, LoadMeter, measuring
 from thinwire.plan.network import HOST_RATE, Link, Network, Transfer
 from thinwire.plan.planner import Planner, Row
 from thinwire.plan.probe import Probe
@@ -31,6 +29,8 @@ from thinwire.plan.traffic import Layout, handed_over, traffic
 from thinwire.programs.description import short
 from thinwire.programs.wrapper import as_program
 from thinwire.strategies.averaging.anchors import split_evenly
+from thinwire.tools.bench import load as load_module
+from thinwire.tools.bench.load import Load, LoadMeter, measuring
 from thinwire.tools.bench.parsing import parse_program
 from thinwire.tools.bench.workloads import WORKLOADS
 

@@ -36,15 +36,6 @@ def test_a_saved_state_loads_by_torch_loads_default() -> None:
     check_same(torch.load(file)["hook"], state)
 
 
-def test_a_state_pickled_with_numpys_generator_still_loads() -> None:
-    state = used()
-    earlier = PowerSGDState.__new__(PowerSGDState)
-    rng = numpy.random.RandomState()
-    rng.set_state(state.rng.get_state())
-    earlier.__setstate__(pickle.loads(pickle.dumps({**state.__getstate__(), "rng": rng})))
-    check_same(earlier, state)
-
-
 def starts_of(state: PowerSGDState, dtype: torch.dtype) -> list[torch.Tensor]:
     shapes = tuple(torch.Size(shape[:2]) for shape in DRAWN)
     flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype)

@@ -288,23 +288,6 @@ def test_a_state_resumes_the_stage_that_was_running_among_those_that_look_alike(
     assert plan.saved("Exact()", 7) is None
 
 
-def test_states_of_earlier_versions_name_their_program() -> None:
-    old = thinwire.ErrorFeedback(thinwire.Gathered(thinwire.LargestEntries(ratio=0.01, block=1024)))
-    for now, before in (
-        (thinwire.TopK(), old),
-        (thinwire.TopK(ratio=0.01), old),
-        (thinwire.Warmup(thinwire.TopK(), steps=3), thinwire.Warmup(old, steps=3)),
-        (thinwire.DiLoCo(4, program=thinwire.TopK()), thinwire.DiLoCo(4, program=old)),
-    ):
-        assert describe(now) != describe(before)
-        plan = StagePlan(now)
-        known = plan.known("warn")
-        assert given_of(known[describe(before)]) is now
-        assert plan.saved(describe(before), 0) is known[describe(before)]
-        assert list(known)[-1] == describe(now)
-    assert list(StagePlan(thinwire.Int8()).known("warn")) == [describe(thinwire.Int8())]
-
-
 @pytest.mark.parametrize(
     ("thing", "text"),
     [

@@ -208,12 +208,15 @@ def test_a_truncated_file_is_torchs_to_refuse_wherever_it_ends() -> None:
     assert equal(torch.load(io.BytesIO(whole), weights_only=True), job.wire.state_dict())
 
 
+WIRE = {"format": 1, "program": "P", "written": "P", "schedule_ended": False, "step": 3, "buckets": []}
+
+
 def test_states_of_scalers_that_went_apart_are_brought_to_one_scale() -> None:
     """What is owed is the same, in whichever units it was saved; models have none."""
 
     def saved(rank: int, scale: float | None, owed: float) -> dict[str, Any]:
         slots = {"residual": torch.full((2,), owed), "models: residual": torch.ones(2)}
-        inner = {"format": 2, "program": "P", "step": 3, "rank": rank, "world_size": 3, "buckets": []}
+        inner = {**WIRE, "rank": rank, "world_size": 3}
         return {f"rank {rank} of 3": ({**inner, "scale": scale, "memory": {"w": slots}},)}
 
     every = [saved(0, 256.0, 512.0), saved(1, 128.0, 512.0), saved(2, 128.0, 0.0)]
@@ -230,7 +233,7 @@ def test_factors_of_powersgd_need_not_be_equal_to_load_on_another_number_of_rank
 
     def saved(rank: int, q: float) -> dict[str, Any]:
         slots = {"q 1x2": torch.full((1, 2), q), "models: q 1x2": torch.full((1, 2), q)}
-        inner = {"format": 2, "program": "P", "step": 3, "rank": rank, "world_size": 2, "buckets": []}
+        inner = {**WIRE, "rank": rank, "world_size": 2}
         return {f"rank {rank} of 2": ({**inner, "scale": None, "memory": {"w": slots}},)}
 
     _, states = own_states([saved(0, 1.0), saved(1, 1.0000001)], [Described("P", "P")], 0, 3)

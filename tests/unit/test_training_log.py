@@ -11,21 +11,21 @@ import pytest
 from thinwire import StateError
 from thinwire.telemetry.log import Log, is_log
 from thinwire.telemetry.sinks import Row
-from thinwire.tools.report.training import render
-from thinwire.tools.report.training_figures import figures
-from thinwire.tools.report.training_summary import summarise
-from thinwire.tools.report.training_words import (
+from thinwire.tools.report.training import (
     dates,
     event_text,
     losses,
     notes,
     parameter_rows,
     programs,
+    render,
     step_time,
     trust,
     verdict,
     worth,
 )
+from thinwire.tools.report.training_figures import figures
+from thinwire.tools.report.training_summary import summarise
 
 
 def exchange(
@@ -40,23 +40,18 @@ def exchange(
 ) -> Row:
     """A step as `telemetry.watch` sends it; half of the time is exposed."""
     row: Row = {"step": step, "purpose": purpose, "bytes_sent": sent + audit, "collectives": 1}
-    row |= {"rank": rank, "world_size": 2} | ({"overflowed": overflowed} if purpose == "gradients" else {})
+    row |= {"rank": rank, "world_size": 2, "time": 0.0}
+    row |= {"overflowed": overflowed, "ddp_bytes": 0} if purpose == "gradients" else {}
     times = {"encode_seconds": seconds, "wire_seconds": seconds}
     row |= {**times, "exposed_seconds": None if seconds is None else seconds / 2, "bytes/AllReduce": sent}
     return row | ({"bytes/Audit": audit} if audit else {})
-
-
-def old(step: int) -> Row:
-    """A step as it was logged before rows had a rank, overflows and `encode_seconds`."""
-    row = exchange(step)
-    new = ("rank", "world_size", "overflowed", "encode_seconds")
-    return {key: value for key, value in row.items() if key not in new} | {"compute_seconds": 0.2}
 
 
 def audit(step: int, errors: dict[str, float | None], action: str = "") -> Row:
     """An audit as `telemetry.as_audit_row` has it; None is an infinite error."""
     worst = max(errors, key=lambda name: math.inf if errors[name] is None else errors[name] or 0.0)
     row: Row = {"step": step, "purpose": "audit", "of": "gradients", "error": 0.3, "residual": 1.5}
+    row |= {"rank": 0, "world_size": 2, "time": 0.0}
     row |= {"worst": worst, "worst_error": errors[worst], "action": action}
     return (
         row
@@ -107,15 +102,8 @@ def test_overflows_are_what_the_log_says() -> None:
 def test_a_repeated_step_is_no_overflow() -> None:
     log = overflows(0, 1, 1, 1, 1, 2, facts="......")
     summary = summarise(log)
-    assert (summary.overflows, summary.stuck, summary.repeats) == (0, False, 0)
+    assert (summary.overflows, summary.stuck) == (0, False)
     assert list(notes(log, summary)) == []
-
-
-def test_an_older_log_loads_and_its_repeated_steps_are_not_called_overflows() -> None:
-    log = Log.of([old(0), old(0), old(1), old(1), exchange(2)])
-    summary = summarise(log)
-    assert (summary.steps, summary.overflows, summary.repeats) == (3, 0, 2)
-    assert "2 rows repeat the step before" in next(notes(log, summary))
 
 
 def test_rows_of_several_ranks_in_one_file_are_refused(tmp_path: Path) -> None:
@@ -225,7 +213,7 @@ def test_a_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
         ([], "no whole step yet"),
         ([ROW[:30]], "no whole step yet"),
         ([ROW, ROW[:30], "\n", ROW], "damaged in line 2 .* sed -i 2d"),
-        ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('bytes_sent'\)\)"),
+        ([ROW, '{"loss": 0.5}\n'], r"line 2 is not a row of telemetry \(KeyError\('rank'\)\)"),
         ([ROW, "[1]\n"], "line 2 is not a row of telemetry"),
         ([ROW, ROW.replace("1000", '"many"')], "line 2 is not a row of telemetry"),
         ([ROW, "[" * 100_000 + "\n"], "damaged in line 2"),
@@ -333,14 +321,6 @@ def test_a_loss_that_is_no_number_is_the_verdict() -> None:
     assert verdict(log, summarise(log)) == "Training failed: the loss is not finite since step 1."
     assert losses(log) == "not finite at step 3, 3 at step 0"
     assert "failed" not in verdict(overflowed, summarise(overflowed))
-
-
-def test_what_an_older_log_does_not_tell_is_said() -> None:
-    log = Log.of(old(step) for step in range(3))
-    summary = summarise(log)
-    assert "watch.log(loss=loss)" in losses(log)
-    for told in (programs(log), dates(summary), step_time(summary), verdict(log, summary)):
-        assert "not known" in told
 
 
 def test_waiting_is_told_by_step_and_not_as_a_share_of_another_time() -> None:

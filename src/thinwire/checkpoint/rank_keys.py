@@ -140,8 +140,6 @@ def choose(state: object, rank: int, size: int) -> tuple[int, dict[int, Any]]:
 
 
 def _foreign(state: object) -> str:
-    if isinstance(state, Mapping) and "format" in state:
-        return f"format {state['format']!r} is not rank by rank: the state was written by another version"
     return (
         f"a {type(state).__name__} without keys like 'rank 0 of 2' is not a state of a thinwire wire, nor of"
         " PerRank: pass the result of state_dict()"

@@ -16,11 +16,12 @@ from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import StateError
 from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual
-from thinwire.programs.parameter_names import with_original_names
 
-FORMAT = 2
-_KEYS = {"format", "program", "step", "rank", "world_size", "buckets", "scale", "memory"}
-_OWN_KEYS = _KEYS | {"schedule_ended"}
+FORMAT = 1
+_KEYS = {
+    *("format", "program", "written", "schedule_ended", "step", "rank", "world_size", "buckets", "scale"),
+    "memory",
+}
 """The keys of the wire itself. All others are entries of its strategy."""
 _SIZED = re.compile(r"(?:.*: )?q (\d{1,9})x(\d{1,9})")
 """The slots of PowerSGD's factors, which are named by their shape."""
@@ -101,9 +102,8 @@ def ranked(inner: dict[str, Any]) -> dict[str, Any]:
 
 
 def program_of(state: Mapping[str, Any]) -> Described:
-    """Return the program of a saved state. Earlier versions saved only its full description."""
-    full, written = state["program"], state.get("written")
-    return Described(full, written if isinstance(written, str) else full)
+    """Return the program of a saved state."""
+    return Described(str(state["program"]), str(state["written"]))
 
 
 def own_states(
@@ -151,16 +151,14 @@ def _checked(state: object, programs: Sequence[Described], place: tuple[int, int
     scale = state["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise StateError(f"scale={scale!r} must be a GradScaler's scale, a positive number, or None")
-    if not isinstance(state.get("schedule_ended", False), bool):
+    if not isinstance(state["schedule_ended"], bool):
         raise StateError(f"schedule_ended={state['schedule_ended']!r} must be True or False")
     if (state["rank"], state["world_size"]) != place:
         raise StateError(
             f"the state under {rank_key(*place)!r} was saved by rank {state['rank']} of"
             f" {state['world_size']}: states were mixed up, load each rank's own state"
         )
-    # Earlier versions saved the names that parameters have in compiled models.
-    named: dict[str, Any] = with_original_names(dict(state))
-    return named
+    return dict(state)
 
 
 def memory_for(parameters: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> Memory:
@@ -194,8 +192,7 @@ def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tens
         raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
     if sized is not None:
         dtype = torch.promote_types(real.dtype, torch.float32)
-        known = (dtype, real.dtype)  # earlier versions had factors in half precision
-        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype not in known:
+        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype != dtype:
             raise StateError(
                 f"the saved {what} has shape {tuple(tensor.shape)} and {tensor.dtype}, not what its name"
                 f" says and {dtype}: the state is damaged, or of a model of another dtype"
@@ -220,9 +217,9 @@ def merged(
     scale = min((one["scale"] for one in states if one["scale"] is not None), default=None)
     ordered = sorted(states, key=lambda state: int(state["rank"]))
     memories = [_in_units_of(scale, state)["memory"] for state in ordered]
-    entries = [{key: value for key, value in one.items() if key not in _OWN_KEYS} for one in ordered]
+    entries = [{key: value for key, value in one.items() if key not in _KEYS} for one in ordered]
     return {
-        **{key: value for key, value in ordered[0].items() if key in _OWN_KEYS},
+        **{key: value for key, value in ordered[0].items() if key in _KEYS},
         "scale": scale,
         "buckets": [],
         "memory": _merged_memory(memories),

@@ -114,12 +114,12 @@ def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None
         model: The prepared model.
         wire: The wire attached to it.
     """
-    own = {id(one): one for one in ddp_of(model).parameters()}
+    own = {id(parameter): parameter for parameter in ddp_of(model).parameters()}
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
     def clip_grad_norm_(parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not any(id(one) in own for one in given):
+        if not any(id(parameter) in own for parameter in given):
             return by_norm(given, max_norm, norm_type)
         _check_whole(given, own)
         accelerator.unscale_gradients()
@@ -128,7 +128,7 @@ def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None
     def clip_grad_value_(parameters: _Tensors, clip_value: float) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         by_value(given, clip_value)
-        if any(id(one) in own for one in given):
+        if any(id(parameter) in own for parameter in given):
             wire.clip_grad_norm_(math.inf)  # ZeRO then accepts the change
 
     accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
@@ -136,8 +136,8 @@ def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None
 
 def _check_whole(given: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> None:
     """Raise OptionError unless these are the model's parameters: ranks know the norm of all of them only."""
-    trained = {key for key, one in own.items() if one.requires_grad}
-    names = {id(one) for one in given}
+    trained = {key for key, parameter in own.items() if parameter.requires_grad}
+    names = {id(parameter) for parameter in given}
     if not trained <= names <= own.keys():
         raise OptionError(
             f"clip_grad_norm_ was given {len(names & trained)} of {len(trained)} trained parameters of a"
@@ -147,11 +147,11 @@ def _check_whole(given: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor])
 
 
 def _optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[Optimizer]:
-    own = {id(one) for one in model.parameters()}
+    own = {id(parameter) for parameter in model.parameters()}
     return [
         optimizer
         for optimizer in accelerator._optimizers
-        if any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
     ]
 
 
@@ -166,7 +166,7 @@ def _register(accelerator: Accelerator, state: GatheredState) -> None:
     place = len(registered) - 1
 
     def put_back(*_: Any) -> None:
-        if all(state is not one for one in registered):
+        if all(state is not known for known in registered):
             registered.insert(place, state)
 
     def take_out_if_missing(models: Any, folder: str) -> None:

@@ -62,7 +62,7 @@ class ThinwireCallback(Callback):
         existed.
         """
         ddp = _ddp_of(trainer)
-        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         saved, self._saved = (self._saved if trainer.ckpt_path else None), None
         if saved is not None:
             expect_own_states(trainer.optimizers)
@@ -82,8 +82,8 @@ class ThinwireCallback(Callback):
         """Send the wire's figures to the trainer's loggers."""
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
         figures = self._metrics() if due and self._metrics is not None else {}
-        for one in trainer.loggers if figures else ():
-            one.log_metrics(figures, step=trainer.global_step - 1)
+        for logger in trainer.loggers if figures else ():
+            logger.log_metrics(figures, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Synchronise averaged models, if configured."""
@@ -108,12 +108,12 @@ class ThinwireCallback(Callback):
 def _check_weight_averaging(trainer: Any) -> None:
     """Raise UnavailableError if a callback averages models over steps while each rank has its own model."""
     stock = (WeightAveraging.should_update, EMAWeightAveraging.should_update)
-    for one in trainer.callbacks:
-        averages = isinstance(one, WeightAveraging) and type(one).should_update in stock
-        if averages or isinstance(one, StochasticWeightAveraging):
+    for callback in trainer.callbacks:
+        averages = isinstance(callback, WeightAveraging) and type(callback).should_update in stock
+        if averages or isinstance(callback, StochasticWeightAveraging):
             raise UnavailableError(
-                f"{type(one).__name__} would average each rank's own model, and ranks have different ones"
-                " between exchanges of averaged models: take a subclass of WeightAveraging whose"
+                f"{type(callback).__name__} would average each rank's own model, and models differ between"
+                " the exchanges of averaged models: pass a subclass of WeightAveraging whose"
                 " should_update(step_idx) is True after the steps that exchange models, as in"
                 " (step_idx + 1) % period == 0"
             )

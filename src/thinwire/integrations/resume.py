@@ -34,7 +34,7 @@ def load_or_warn(wire: Wire, state: GatheredState, saved: Mapping[str, Any] | No
     """
     communicator = wire._runner.reducer.communicator
     found = communicator.rendezvous.gather("resume", str(saved is not None), communicator.limit)
-    without = [str(rank) for rank, one in enumerate(found) if one != str(True)]
+    without = [str(rank) for rank, answer in enumerate(found) if answer != str(True)]
     if without and len(without) < len(found):
         raise StateError(
             f"ranks {', '.join(without)} find no state of thinwire in {where}, and the others do: put the"

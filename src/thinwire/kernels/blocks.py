@@ -112,10 +112,10 @@ def mean_encode(
         OptionError: Sizes or dtypes do not fit.
     """
     which, width = _checked(kind, block, values, scales, codes)
-    for one in received:
-        _checked(kind, block, values, *one)
+    for row in received:
+        _checked(kind, block, values, *row)
     job = _Job(values, residuals, keep, errors)
-    all_scales, all_codes = addresses(one[0] for one in received), addresses(one[1] for one in received)
+    all_scales, all_codes = addresses(row[0] for row in received), addresses(row[1] for row in received)
     _library().tw_mean_encode(
         which,
         width,
@@ -257,7 +257,7 @@ def _checked(
     _check_pieces("pieces", pieces)
     if block < 1 or block * bits % 8:
         raise OptionError(f"block={block} must be positive and fill whole bytes at {bits} bits per number")
-    count = sum(-(-one.numel() // block) for one in pieces)
+    count = sum(-(-piece.numel() // block) for piece in pieces)
     fit = scales.numel() == count and codes.numel() * codes.element_size() == count * block * bits // 8
     plain = scales.dtype is torch.float32 and scales.is_contiguous() and codes.is_contiguous()
     if not fit or not plain or scales.device.type != "cpu" or codes.device.type != "cpu":
@@ -272,7 +272,7 @@ def _checked(
 def _check_pieces(name: str, pieces: Tensors) -> None:
     """Raise OptionError unless the library can read and write the memory of all pieces."""
     if not addressable(pieces):
-        forms = [(tuple(one.shape), one.stride(), one.dtype, one.device.type) for one in pieces]
+        forms = [(tuple(piece.shape), piece.stride(), piece.dtype, piece.device.type) for piece in pieces]
         raise OptionError(
             f"{name} {forms} cannot be passed to native code, which takes contiguous float32 CPU tensors:"
             " call `supported` first, and the codec's own functions if it is False"
@@ -282,8 +282,8 @@ def _check_pieces(name: str, pieces: Tensors) -> None:
 def _check_like(name: str, others: Tensors | None, values: Tensors) -> None:
     """Raise OptionError unless `others` is None or has the lengths of `values`."""
     _check_pieces(name, others or ())
-    if others is not None and [one.numel() for one in others] != [one.numel() for one in values]:
+    if others is not None and [piece.numel() for piece in others] != [piece.numel() for piece in values]:
         raise OptionError(
-            f"{name} have {[one.numel() for one in others]} numbers and values"
-            f" {[one.numel() for one in values]}: pass one piece of the same length for each"
+            f"{name} have {[piece.numel() for piece in others]} numbers and values"
+            f" {[piece.numel() for piece in values]}: pass one piece of the same length for each"
         )

@@ -83,12 +83,12 @@ def product(p: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, missed: torc
 
 
 def _check(matrix: torch.Tensor, others: tuple[torch.Tensor, ...], numbers: list[int]) -> None:
-    if not addressable([matrix, *others]) or [one.numel() for one in others] != numbers:
+    if not addressable([matrix, *others]) or [tensor.numel() for tensor in others] != numbers:
         raise _misfit(matrix, others)
 
 
 def _misfit(matrix: torch.Tensor, others: tuple[torch.Tensor, ...]) -> OptionError:
-    forms = [(tuple(one.shape), one.dtype) for one in (matrix, *others)]
+    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in (matrix, *others)]
     return OptionError(
         f"tensors {forms} do not fit each other, or cannot be passed to native code: call `supported` first,"
         " and pass factors with their columns as rows"

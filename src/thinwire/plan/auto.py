@@ -118,7 +118,7 @@ class Auto(Configuration):
     def variants(self) -> Sequence[Configuration]:
         """Return what the configuration may become: one for each choice."""
         chosen = (None, Exact(), *self.candidates)
-        return [replace(self, program=one) for one in chosen]
+        return [replace(self, program=program) for program in chosen]
 
 
 class AutoStrategy(Strategy):
@@ -205,14 +205,18 @@ class AutoStrategy(Strategy):
         """Return the choice of this rank as plain values: a candidate's index, or -1 for exact gradients."""
         step = self._typical()
         model = self.context.model
-        trained = [(name, one.shape) for name, one in model.parameters().items() if one.requires_grad]
+        trained = [
+            (name, parameter.shape)
+            for name, parameter in model.parameters().items()
+            if parameter.requires_grad
+        ]
         measured = assumed(dict(reversed(trained)), self._computing(step))
         cores = cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         planner = Planner(measured, step=(self.config.steps or 2000) // 2)
         planner.speeds = Speeds(factor=contention(cores))
         size = model.bucket_bytes
         cap = None if size is None or size == BUCKET else size / (1 << 20)
-        candidates = [Candidate(short(one), one, cap) for one in self.config.candidates]
+        candidates = [Candidate(short(program), program, cap) for program in self.config.candidates]
         known = Known(steps=self.config.steps, kind=kind_of(model.module("Auto")))
         rows = planner.rows(candidates, network, known)
         limits = Limits(gap=self.config.max_gap, memory=self.config.max_memory)
@@ -244,9 +248,9 @@ class AutoStrategy(Strategy):
         """Return the time of a step without what backward waited for, where that is measured."""
         records = self.context.reducer.engine.stats().records[-len(self._seconds) :]
         waits = [
-            one.exposed_seconds
-            for one in records
-            if one.purpose == GRADIENTS and one.exposed_seconds is not None
+            record.exposed_seconds
+            for record in records
+            if record.purpose == GRADIENTS and record.exposed_seconds is not None
         ]
         return max(step - (statistics.median(waits) if waits else 0.0), 0.05 * step)
 

@@ -169,11 +169,11 @@ def outer_bytes(config: Averaging, shapes: Shapes) -> int:
     anchor.grad = torch.zeros_like(anchor)
     outer = config.outer_loop.optimizer([anchor])
     outer.step()
-    state = sum(one.numel() == 1 and one.dim() == 1 for one in _tensors(outer.state_dict()["state"]))
+    state = sum(tensor.numel() == 1 and tensor.dim() == 1 for tensor in _tensors(outer.state_dict()["state"]))
     return (1 + state) * 4 * sum(shape.numel() for shape in shapes.values())
 
 
 def _tensors(state: object) -> Sequence[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]
-    return [one for part in state.values() for one in _tensors(part)] if isinstance(state, dict) else []
+    return [tensor for part in state.values() for tensor in _tensors(part)] if isinstance(state, dict) else []

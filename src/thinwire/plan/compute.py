@@ -57,14 +57,14 @@ def measure(model: nn.Module, batch: Callable[[int], Any], make: MakeOptimizer) 
         batch: Returns the batch of a step.
         make: Makes the optimizer.
     """
-    names = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     ready: dict[str, float] = {}
 
     def note(tensor: torch.Tensor) -> None:
         ready.setdefault(names[id(tensor)], time.perf_counter())
 
-    trained = [one for one in model.parameters() if one.requires_grad]
-    handles = [one.register_post_accumulate_grad_hook(note) for one in trained]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
     optimizer = make(trained)
     rounds: list[tuple[list[str], list[float]]] = []
     begun = time.perf_counter()
@@ -75,7 +75,7 @@ def measure(model: nn.Module, batch: Callable[[int], Any], make: MakeOptimizer) 
     finally:
         for handle in handles:
             handle.remove()
-    shapes = {name: one.shape for name, one in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     order = rounds[-1][0]
     times = [values for _, values in rounds[1:]]
     found = {name: shapes[name] for name in order}
@@ -95,14 +95,14 @@ def _round(
     optimizer.step()
     ended = time.perf_counter()
     arrivals = sorted(ready.values())
-    times = [one - started for one in (forward, *arrivals, backward, ended)]
+    times = [instant - started for instant in (forward, *arrivals, backward, ended)]
     return list(ready), times
 
 
 def _compute(rounds: Sequence[Sequence[float]]) -> Compute:
     """Return the medians of all rounds."""
     medians = [statistics.median(values) for values in zip(*rounds, strict=True)]
-    totals = [one[-1] for one in rounds]
+    totals = [times[-1] for times in rounds]
     return Compute(
         begin=medians[0],
         arrivals=tuple(medians[1:-2]),
@@ -148,7 +148,9 @@ def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
 
 def shapes_of(model: nn.Module) -> Shapes:
     """Return the shapes of the trainable parameters, the last of the model first."""
-    trained = [(name, one.shape) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [
+        (name, parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     if not trained:
         raise OptionError("the model has no parameter that requires a gradient: nothing is exchanged")
     return dict(reversed(trained))

@@ -125,7 +125,7 @@ def step_cost(chunks: Sequence[Chunk], compute: Compute, network: Network) -> Co
     ended, results, waits = _run(chunks, compute, network)
     exposed = max(0.0, results - ended)
     stragglers = lead(compute.spread, network.ranks)
-    sent = [one for chunk in chunks for one in chunk.transfers]
+    sent = [transfer for chunk in chunks for transfer in chunk.transfers]
     return Cost(
         step=ended + exposed + copies + compute.optimizer + stragglers,
         compute=compute.step,
@@ -135,7 +135,7 @@ def step_cost(chunks: Sequence[Chunk], compute: Compute, network: Network) -> Co
         exposed=exposed,
         latency=waits,
         stragglers=stragglers,
-        bytes=sum(one.sent for one in sent),
+        bytes=sum(transfer.sent for transfer in sent),
         collectives=len(sent),
     )
 
@@ -169,7 +169,7 @@ def averaged_cost(
     copies = 2 * (gradient_bytes + packed) / compute.copy_rate
     # Over a period the deviations of single steps add up as a random walk.
     stragglers = lead(compute.spread, network.ranks) / math.sqrt(period)
-    sent = [one for chunk in chunks for one in chunk.transfers]
+    sent = [transfer for chunk in chunks for transfer in chunk.transfers]
     wire = sum(map(network.occupied, sent)) + sum(map(network.latency, sent))
     return Cost(
         step=compute.step + exposed / period + copies + stragglers,
@@ -180,7 +180,7 @@ def averaged_cost(
         exposed=exposed / period,
         latency=sum(map(network.latency, sent)) / period,
         stragglers=stragglers,
-        bytes=sum(one.sent for one in sent) / period,
+        bytes=sum(transfer.sent for transfer in sent) / period,
         collectives=len(sent) / period,
     )
 

@@ -86,11 +86,11 @@ class Speeds:
         """Return the time of each stage of a layout."""
         found = self._speed(layout, min(ranks, _MOST_RANKS), step)
         extra = max(0, ranks - _MOST_RANKS)
-        return tuple(self.factor * one for one in found.of(layout.numbers, extra))
+        return tuple(self.factor * seconds for seconds in found.of(layout.numbers, extra))
 
     def spread(self) -> float:
         """Return the typical relative spread of the measured times."""
-        found = [one.spread for one in self._known.values()]
+        found = [speed.spread for speed in self._known.values()]
         return statistics.median(found) if found else 0.0
 
     def _speed(self, layout: Layout, ranks: int, step: int) -> Speed:
@@ -98,9 +98,9 @@ class Speeds:
         if key not in self._known:
             used, spent = self._used.get(layout.text, 0), self._spent.get(layout.text, 0.0)
             similar = [
-                (one, speed)
-                for (one, count), speed in self._known.items()
-                if one.text == layout.text and count == ranks
+                (known, speed)
+                for (known, count), speed in self._known.items()
+                if known.text == layout.text and count == ranks
             ]
             enough = used + layout.numbers > self.budget or spent > _MOST_SECONDS
             if similar and (enough or layout.numbers > _NUMBERS):

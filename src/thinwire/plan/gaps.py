@@ -103,10 +103,10 @@ class Known:
         if not found:
             return None
         if self.steps is None:
-            chosen = max(found, key=lambda one: one.value)
+            chosen = max(found, key=lambda gap: gap.value)
         else:
             wanted = math.log(self.steps)
-            chosen = min(found, key=lambda one: abs(math.log(one.steps) - wanted))
+            chosen = min(found, key=lambda gap: abs(math.log(gap.steps) - wanted))
         return replace(chosen, elsewhere=self.kind != TRANSFORMER)
 
 
@@ -120,9 +120,9 @@ def kind_of(model: nn.Module) -> str:
         `TRANSFORMER` if layers are named after attention and most weights are no convolutions. An empty text
         for everything else.
     """
-    sizes = [(one.dim(), one.numel()) for one in model.parameters()]
+    sizes = [(parameter.dim(), parameter.numel()) for parameter in model.parameters()]
     convolved = sum(numbers for dimensions, numbers in sizes if dimensions > 2)
-    names = (type(one).__name__.lower() for one in model.modules())
+    names = (type(module).__name__.lower() for module in model.modules())
     attends = any(sign in name for name in names for sign in _SIGNS)
     return TRANSFORMER if attends and 2 * convolved < sum(numbers for _, numbers in sizes) else ""
 
@@ -132,9 +132,9 @@ def shipped() -> Mapping[str, list[Gap]]:
     """Return the gaps of the benchmark tables that are part of the package."""
     tables = json.loads((files("thinwire.plan") / "gaps.json").read_text(encoding="utf-8"))
     found: dict[str, list[Gap]] = {}
-    for one in tables:
-        what = ("benchmark", one["model"], one["parameters"], one["steps"], one["command"])
-        gaps = {program: loss / one["plain"] - 1 for program, loss in one.get("losses", {}).items()}
-        for program, gap in (gaps | one.get("gaps", {})).items():
+    for table in tables:
+        what = ("benchmark", table["model"], table["parameters"], table["steps"], table["command"])
+        gaps = {program: loss / table["plain"] - 1 for program, loss in table.get("losses", {}).items()}
+        for program, gap in (gaps | table.get("gaps", {})).items():
             found.setdefault(program, []).append(Gap(gap, *what))
     return found

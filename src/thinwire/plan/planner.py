@@ -88,13 +88,15 @@ class Planner:
         if candidate.given is None:
             return 0
         if config is None:
-            layouts = [one.layout for one in self._handed(candidate)]
+            layouts = [handed.layout for handed in self._handed(candidate)]
         else:
-            layouts = [one for exchange in self._exchanges(candidate, ranks) for one in exchange.layouts]
+            layouts = [
+                layout for exchange in self._exchanges(candidate, ranks) for layout in exchange.layouts
+            ]
         found = [traffic(layout, ranks, self.step) for layout in layouts]
-        flying = sorted((one.in_flight for one in found), reverse=True)[: LOOKAHEAD + 1]
+        flying = sorted((layout.in_flight for layout in found), reverse=True)[: LOOKAHEAD + 1]
         anchors = 0 if config is None else outer_bytes(config, self.measured.shapes)
-        return 2 * sum(one.kept for one in found) + sum(flying) + anchors
+        return 2 * sum(layout.kept for layout in found) + sum(flying) + anchors
 
     def rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
         """Return the plan of each candidate, plain DDP first.
@@ -114,8 +116,8 @@ class Planner:
     def quick_rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
         """Return the same rows without their crossovers, which take longest to find."""
         plain = self.cost(PLAIN_DDP, network)
-        both = [(PLAIN_DDP, plain), *((one, self.cost(one, network)) for one in candidates)]
-        return [self._row(one, cost, plain, network, known) for one, cost in both]
+        both = [(PLAIN_DDP, plain), *((candidate, self.cost(candidate, network)) for candidate in candidates)]
+        return [self._row(candidate, cost, plain, network, known) for candidate, cost in both]
 
     def _row(self, candidate: Candidate, cost: Cost, plain: Cost, network: Network, known: Known) -> Row:
         width = self._half_width(cost, network)
@@ -202,7 +204,7 @@ class Planner:
             "chunks",
             candidate,
             ranks,
-            lambda: [self._chunk(one, candidate, ranks) for one in self._handed(candidate)],
+            lambda: [self._chunk(handed, candidate, ranks) for handed in self._handed(candidate)],
         )
         return made
 
@@ -213,8 +215,8 @@ class Planner:
             candidate,
             ranks,
             lambda: [
-                ([self._model_chunk(layout, one.ranks) for layout in one.layouts], one.overlap)
-                for one in self._exchanges(candidate, ranks)
+                ([self._model_chunk(layout, exchange.ranks) for layout in exchange.layouts], exchange.overlap)
+                for exchange in self._exchanges(candidate, ranks)
             ],
         )
         return made

@@ -36,7 +36,10 @@ class Limits:
     def objection(self, row: Row) -> str | None:
         """Return why a candidate is not recommended, or None."""
         name = row.candidate.name
-        if any(name == one or name.partition("(")[0].lower() == one.lower() for one in self.exclude):
+        if any(
+            name == excluded or name.partition("(")[0].lower() == excluded.lower()
+            for excluded in self.exclude
+        ):
             return "excluded"
         if row.gap is None:
             return "its loss gap is unknown"

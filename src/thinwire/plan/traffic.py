@@ -126,7 +126,7 @@ def handed_over(
         itemsize: Bytes of a number.
     """
     exceptions = exceptions_of((), program, shapes)
-    exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
+    exact = frozenset(name for name, chosen in exceptions.items() if isinstance(chosen, Exact))
     programs = Programs(program, exceptions, exact, sliced=True)
     nbytes = {name: itemsize * shape.numel() for name, shape in shapes.items()}
     found: list[Handed] = []
@@ -138,7 +138,7 @@ def handed_over(
             if part.deferred:
                 late += part.names
             else:
-                found += [Handed(_layout(one, shapes), computed) for one in part.sliced(nbytes)]
+                found += [Handed(_layout(piece, shapes), computed) for piece in part.sliced(nbytes)]
     if late:
         found.append(Handed(_layout(BucketPart(Exact(), tuple(late)), shapes), computed))
     return found
@@ -175,7 +175,7 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
     if ranks > _FEW and not memory.state_dict():
         kept = traffic(layout, 2, step, dtype).kept  # an outline keeps nothing
     else:
-        kept = sum(one.nbytes for slots in memory.state_dict().values() for one in slots.values())
+        kept = sum(tensor.nbytes for slots in memory.state_dict().values() for tensor in slots.values())
     transfers = tuple(_transfer(op, ranks) for op in ops if op.place(0, ranks)[1] > 1)
     return Traffic(transfers, kept, sum(op.nbytes + _received(op, ranks) for op in ops))
 

@@ -118,10 +118,6 @@ class Configuration(ReprAsWritten):
         """
         raise OptionError(f"on_excess={program!r} cannot take over from {self!r}: use 'warn' or 'raise'")
 
-    def earlier_descriptions(self) -> Sequence[str]:
-        """Return the descriptions under which earlier versions saved states that this one can load."""
-        return ()
-
     def model_program(self) -> Program | None:
         """Return the program for exchanged models, or None if models are exchanged exactly or not at all."""
         return None

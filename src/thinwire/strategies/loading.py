@@ -50,7 +50,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         if strategy is not runner.strategy:
             strategy.close()
         raise
-    if own.get("schedule_ended", False):
+    if own["schedule_ended"]:
         runner.end_schedule()
     runner.resume(config, strategy)
     runner.context.memory.take_over(memory)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.monitors.auditor import OnExcess
-from thinwire.programs.description import ReprAsWritten, describe, described_before
+from thinwire.programs.description import ReprAsWritten, describe
 from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.wrapper import as_program
 from thinwire.step.strategy import Configuration
@@ -111,27 +111,13 @@ class StagePlan:
     def saved(self, program: str, step: int) -> Configuration | None:
         """Return the stage of a step if a saved state names it, as stages may share a description."""
         due = self.at(step)
-        return due if program in (describe(due), *_earlier(due)) else None
+        return due if program == describe(due) else None
 
     def known(self, fallback: OnExcess) -> dict[str, Configuration]:
-        """Return all stages, and the configurations that audits fall back to, by description.
-
-        The descriptions of earlier versions come first, so that errors name the running one, which is last.
-        """
+        """Return the stages, and before them the configurations that audits fall back to, by description."""
         own = [variant for one in self.stages for variant in one.variants()]
         others = [] if isinstance(fallback, str) else [two for one in own for two in _after(one, fallback)]
-        configs = (*others, *own, *self.stages)
-        now = {describe(one): one for one in configs}
-        return {text: one for one in configs for text in _earlier(one) if text not in now} | now
-
-
-def _earlier(config: Configuration) -> list[str]:
-    """Return the descriptions under which earlier versions saved a configuration's state.
-
-    Its own options may have changed, and so may its programs.
-    """
-    own = config.earlier_descriptions()
-    return [*own, *(described_before(text, config) for text in (describe(config), *own))]
+        return {describe(config): config for config in (*others, *own, *self.stages)}
 
 
 def _after(config: Configuration, program: Program) -> list[Configuration]:

@@ -245,8 +245,8 @@ def as_audit_row(audit: AuditRecord) -> Row:
         "worst": audit.worst,
         "worst_error": _finite(audit.parameters[audit.worst].error),
         "action": audit.action,
-        **{f"error/{name}": _finite(one.error) for name, one in audit.parameters.items()},
-        **{f"residual/{name}": one.residual for name, one in audit.parameters.items()},
+        **{f"error/{name}": _finite(figures.error) for name, figures in audit.parameters.items()},
+        **{f"residual/{name}": figures.residual for name, figures in audit.parameters.items()},
     }
 
 

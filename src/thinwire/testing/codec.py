@@ -174,7 +174,9 @@ def _adding_is_decoding(codec: Codec) -> None:
 def _sums_where_it_says_so(codec: Codec) -> None:
     if codec.additive:
         a, b = _numbers(1000), _numbers(1000).flip(0)
-        total = tuple(one + other for one, other in zip(_encoded(codec, a), _encoded(codec, b), strict=True))
+        total = tuple(
+            first + other for first, other in zip(_encoded(codec, a), _encoded(codec, b), strict=True)
+        )
         separate = _round_trip(codec, a) + _round_trip(codec, b)
         together = _decoded(codec, total, torch.empty(1000))
         error = (together - separate).norm() / separate.norm()

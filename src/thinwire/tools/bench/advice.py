@@ -6,8 +6,8 @@ from typing import Any
 
 from thinwire import Averaging
 from thinwire.errors import OptionError
-from thinwire.plan.load import Load
 from thinwire.tools.bench.contestants import exchanges
+from thinwire.tools.bench.load import Load
 from thinwire.tools.bench.parsing import attach_line, parse_saved
 from thinwire.tools.bench.results import Cell, Results
 from thinwire.tools.bench.summary import Quartiles, Row, rows
@@ -152,7 +152,7 @@ def _to_loss(row: Row) -> Quartiles:
     """Return the time to plain DDP's loss by the quartiles of its steps, without a slow start."""
     assert row.step is not None
     assert row.steps_to_loss is not None
-    low, middle, high = (row.steps_to_loss * one for one in row.step)
+    low, middle, high = (row.steps_to_loss * seconds for seconds in row.step)
     return low, middle, high
 
 

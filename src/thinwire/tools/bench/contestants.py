@@ -54,7 +54,7 @@ class Contestant:
     def averages_models(self) -> bool:
         """True if each rank trains its own model between averages."""
         stages = self.program.stages.values() if isinstance(self.program, Schedule) else [self.program]
-        return any(isinstance(one, Averaging) for one in stages)
+        return any(isinstance(stage, Averaging) for stage in stages)
 
     @property
     def cycle(self) -> int | None:

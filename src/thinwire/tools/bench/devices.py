@@ -52,7 +52,7 @@ def device_bytes() -> float | None:
     devices = read_devices()
     named = [devices[name] for name in (interface or "").split(",") if name in devices]
     sharing = world if interface == "lo" else local
-    return sum(one.sent for one in named) / sharing if named else None
+    return sum(counters.sent for counters in named) / sharing if named else None
 
 
 def probe_rate() -> int:

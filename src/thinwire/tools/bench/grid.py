@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from thinwire.errors import LabError, OptionError, StateError
-from thinwire.plan.load import LoadMeter
 from thinwire.tools.bench.advice import summarize
 from thinwire.tools.bench.contestants import line_up, rounds_needed
 from thinwire.tools.bench.devices import ON_CPU
+from thinwire.tools.bench.load import LoadMeter
 from thinwire.tools.bench.measure import OnRound
 from thinwire.tools.bench.results import Cell, Results, Track
 from thinwire.tools.bench.summary import WARM_UP
@@ -26,8 +26,7 @@ from thinwire.tools.bench.worker import MARK, Task
 from thinwire.tools.bench.workloads import check_workload
 from thinwire.tools.lab.hosts import Hosts, Loopback
 from thinwire.tools.lab.namespaces import Lab
-from thinwire.tools.lab.network import MOST_HOSTS, plan
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import MOST_HOSTS, parse_rate, plan
 from thinwire.tools.lab.run import run_on
 from thinwire.version import __version__
 
@@ -208,7 +207,7 @@ class Apart:
             results: The results of a run whose losses were all trained over loopback.
             hosts: The world size.
         """
-        cell = next((one for one in results.cells if one.hosts == hosts and one.error is None), None)
+        cell = next((known for known in results.cells if known.hosts == hosts and known.error is None), None)
         if cell is None or any(track.peak_memory is None for track in cell.tracks):
             return None
         by_seed = zip(*([track.losses, *track.seed_losses] for track in cell.tracks), strict=True)

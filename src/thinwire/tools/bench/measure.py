@@ -20,16 +20,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from thinwire import Stats, Wire
 from thinwire.tools.bench.contestants import Contestant
 from thinwire.tools.bench.devices import device, device_bytes, on_device, synchronize
-from thinwire.tools.bench.evaluate import held_out_losses
 from thinwire.tools.bench.results import Track
 from thinwire.tools.bench.summary import close_to
 from thinwire.tools.bench.workloads import Workload
 
 _EVALUATIONS = 16
+_HELD_OUT_BATCHES, _HELD_OUT_FROM = 4, 1_000_000
+"""Batches of an evaluation, and the step from which on they are held out of training."""
 MOST_OVERTIME = 4
 """The most steps of overtime, in multiples of the steps before it."""
 
@@ -91,7 +94,7 @@ def measure(
         One track for each contestant, joined from those of all ranks.
     """
     start = _broadcast(workload.model().to(device()))
-    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb) for one in contestants]
+    entries = [enter(contestant, copy.deepcopy(start), workload, bucket_mb) for contestant in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
     shuffled = random.Random(0)  # the same order on every rank
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
@@ -234,9 +237,65 @@ def _join(own: Track) -> Track:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=False)  # a rank may lack them
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=False)  # a rank may lack them
         setattr(own, name, [mean(values) for values in by_step])
     for name in ("step_seconds", "first_gradient_seconds", "optimizer_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=True)
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=True)
         setattr(own, name, [max(values) for values in by_step])
     return own
+
+
+@torch.no_grad()
+def held_out_losses(models: list[tuple[nn.Module, bool]], workload: Workload) -> list[float]:
+    """Return the held-out loss of each model, averaged over the batches of all ranks. Collective.
+
+    Args:
+        models: Models, each with whether ranks train it apart, so that its average is evaluated.
+        workload: The data.
+    """
+    held_out = workload.held_out or (lambda rank, number: workload.batch(rank, _HELD_OUT_FROM + number))
+    batches = [on_device(held_out(dist.get_rank(), number)) for number in range(_HELD_OUT_BATCHES)]
+    losses = []
+    for model, apart in models:
+        inner = model.module if isinstance(model, DDP) else model
+        losses.append(_loss(inner, averaged(inner) if apart else {}, batches))
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    means: list[float] = (total / dist.get_world_size()).tolist()
+    return means
+
+
+def _loss(model: nn.Module, tensors: dict[str, torch.Tensor], batches: list[Any]) -> torch.Tensor:
+    """Return the mean loss in evaluation mode, with `tensors` in place of the model's own of these names."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        losses = [
+            (functional_call(model, tensors, (batch,)) if tensors else model(batch)).detach().float()
+            for batch in batches
+        ]
+    finally:
+        for module in training:
+            module.training = True
+    return torch.stack(losses).mean()
+
+
+@torch.no_grad()
+def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the means over ranks of a model's parameters and floating-point buffers. Collective.
+
+    The model itself stays as it is, so that training continues as if it had not been evaluated.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in floating.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    means: dict[str, torch.Tensor] = {}
+    for names in by_dtype.values():
+        flat = torch.cat([floating[name].reshape(-1) for name in names])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([floating[name].numel() for name in names])
+        means |= {name: part.view(floating[name].shape) for name, part in zip(names, parts, strict=True)}
+    return means

@@ -105,7 +105,7 @@ def predict_log(log: Log, planner: Planner, candidate: Candidate, network: Netwo
     measured = {
         name: share * statistics.median(known)
         for name, column in terms.items()
-        if (known := [float(one) for one in column if math.isfinite(one)])
+        if (known := [float(value) for value in column if math.isfinite(value)])
     }
     return Prediction(candidate.name, planner.cost(candidate, network), measured)
 
@@ -138,7 +138,7 @@ def _stretched(here: Compute, alone: Track, plain: Row, cores: float) -> Compute
     return replace(
         here,
         begin=first,
-        arrivals=tuple(first + scale * (one - begin) for one in here.arrivals),
+        arrivals=tuple(first + scale * (arrival - begin) for arrival in here.arrivals),
         backward=backward,
         optimizer=optimizer,
         copy_rate=here.copy_rate * min(1.0, cores),

@@ -112,7 +112,7 @@ class Cell:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Cell":
         """Rebuild a cell from the plain values of `dataclasses.asdict`."""
-        known = {one.name for one in dataclasses.fields(Cell)}
+        known = {attribute.name for attribute in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
         cell = Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": []})
         _check_types(cell, f"cell {_short(cell.key)}")
@@ -209,14 +209,14 @@ def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value of JSON has the type of an annotation."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, kind) for kind in inner)
     if origin is list:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
     if origin is tuple:
         return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
     if origin is dict:
         return isinstance(value, dict) and all(
-            _fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items()
+            _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
         )
     if hint in (int, float):
         return type(value) in (int, hint) and abs(value) <= _LARGEST  # False for NaN

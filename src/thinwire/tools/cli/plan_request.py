@@ -62,7 +62,7 @@ class Request:
     def limits(self) -> Limits:
         """Return what a recommendation must respect."""
         memory = None if self.max_memory is None else parse_bytes(self.max_memory, "max-memory")
-        excluded = [one for one in split_programs(self.exclude) if one]
+        excluded = [name for name in split_programs(self.exclude) if name]
         return Limits(gap=parse_share(self.max_gap, "max-gap"), memory=memory, exclude=excluded)
 
     def known(self) -> Known:
@@ -189,7 +189,7 @@ def world_sizes(text: str | None) -> list[int]:
         raise OptionError("hosts is missing: give the number of hosts, such as --hosts 8, or a range 2..4096")
     first, dots, last = text.partition("..")
     try:
-        found = [int(one) for one in ((first, last) if dots else text.split(","))]
+        found = [int(number) for number in ((first, last) if dots else text.split(","))]
     except ValueError:
         raise OptionError(f"hosts={text!r} does not parse: write 8, or 2,4,8, or a range 2..4096") from None
     for count in found:
