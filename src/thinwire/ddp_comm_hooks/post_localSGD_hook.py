@@ -41,10 +41,11 @@ from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError
 from thinwire.models.ddp.lookup import reducer_of, run_program
 from thinwire.models.ddp.reducer import Reducer, check_bucket
+from thinwire.programs.across_nodes import Within
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
-from thinwire.strategies.averaging.groups import Within, ranks_on_this_node
+from thinwire.strategies.averaging.groups import ranks_on_this_node
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from thinwire.engine.agreement import SetUp
-from thinwire.engine.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.agreement import SetUp
+from thinwire.engine.comm.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
 from thinwire.engine.meter import Meter
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.local.model import ReplicaModel
 from thinwire.models.local.reducer import ReplicaReducer
 from thinwire.monitors.auditor import Auditor
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules
 from thinwire.step.connection import Connection
 from thinwire.step.runner import AttachedRun
@@ -59,7 +58,7 @@ def check_live(model: torch.nn.Module, program: object) -> None:
     if program.optimizer_state == "mean":
         raise OptionError('optimizer_state="mean" is not supported with torchft: use "local" or "reset"')
     trained = {name: held.shape for name, held in model.named_parameters() if held.requires_grad}
-    check_fit(program, trained, 1)
+    program.check(trained, 1)
 
 
 def attach_live(

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import SetUp, set_up_of
+from thinwire.engine.comm.agreement import SetUp, set_up_of
 from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.integrations.live import attach_live, check_live
 from thinwire.models.fsdp.internals import is_sharded

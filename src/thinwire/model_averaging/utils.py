@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from thinwire.engine.blocking import run_blocking
-from thinwire.engine.given_group import group_or_world, outside
+from thinwire.engine.comm.borrowed_group import run_blocking
+from thinwire.engine.comm.process_group import group_or_world, outside
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import MismatchError, OptionError

@@ -8,12 +8,14 @@ some steps later. The replicas, and how tensors reach them, are the membership's
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from thinwire.checkpoint.averaged_state import checked, means_like, merge_averager_states, position
 from thinwire.checkpoint.trees import copied
 from thinwire.engine.meter import MODELS
 from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, StateError
 from thinwire.monitors.auditor import watched_all
-from thinwire.programs.allreduce import Exact
+from thinwire.programs.across_nodes import Within
+from thinwire.programs.allreduce import Alone, Exact
 from thinwire.programs.leftovers import carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
@@ -22,11 +24,9 @@ from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.averaging.anchors import Anchors, restored
 from thinwire.strategies.averaging.diloco import outer_step, pseudo_gradients
 from thinwire.strategies.averaging.exchange import Contribution, check_finite
-from thinwire.strategies.averaging.groups import Alone, Within
 from thinwire.strategies.averaging.membership import FixedGroup, InFlight, Membership
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.averaging.replica import Replica, no_autograd
-from thinwire.strategies.averaging.state import checked, means_like, merged, position
 from thinwire.strategies.averaging.training_steps import TrainingSteps
 
 _KEY = "averaging"
@@ -289,7 +289,7 @@ class Averager(Strategy):
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' entries. Models become their mean."""
-        return {_KEY: merged([each.get(_KEY) for each in entries])}
+        return {_KEY: merge_averager_states([entry.get(_KEY) for entry in entries])}
 
     def position(self, state: Mapping[str, Any]) -> str:
         """Describe the point of averaging at which a state was saved."""

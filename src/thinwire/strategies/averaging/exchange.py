@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from thinwire.engine.comm.rendezvous import ranks_text
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, Await, Collectives, among
 from thinwire.engine.pack import pack, real_numbers
-from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import DivergedError, MismatchError
 from thinwire.monitors.audit import Findings
 from thinwire.programs.finite import all_finite

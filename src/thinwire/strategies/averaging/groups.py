@@ -1,25 +1,19 @@
-"""Disjoint groups of a model's ranks, and the programs that average gradients within them."""
+"""Disjoint groups of a model's ranks that average among themselves."""
 
 import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import is_whole
-from thinwire.engine.group_communicator import GroupCommunicator
-from thinwire.engine.ops import Collectives, among
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.group_communicator import GroupCommunicator
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.errors import MismatchError, OptionError
-from thinwire.programs.description import ReprAsWritten
-from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
-from thinwire.programs.sparse_gradients import takes_sparse
 
 NODE: Literal["node"] = "node"
 
@@ -114,40 +108,3 @@ def ranks_on_this_node(rendezvous: StoreRendezvous, limit: timedelta) -> tuple[i
     own = os.environ.get("GROUP_RANK") or socket.gethostname()
     nodes = rendezvous.gather("nodes", own, limit)
     return tuple(rank for rank, node in enumerate(nodes) if node == own)
-
-
-@dataclass(frozen=True, repr=False)
-class Alone(ReprAsWritten):
-    """A program that sends nothing, so that every rank keeps its own gradients."""
-
-    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-        """Return the bucket unchanged."""
-        return Outcome(bucket.buffer)
-        yield  # a program is a generator
-
-
-@dataclass(frozen=True, repr=False)
-class Within(ReprAsWritten):
-    """A program that runs `program` among some ranks, this one included."""
-
-    program: Program
-    ranks: tuple[int, ...]
-
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program averages some parameters exactly."""
-        return carries_exact(self.program)
-
-    def feeds_back(self, shape: torch.Size) -> bool:
-        """Return whether the program adds a parameter's residual to its gradient."""
-        return feeds_back(self.program, shape)
-
-    @property
-    def takes_sparse(self) -> bool:
-        """True if the program averages sparse gradients."""
-        return takes_sparse(self.program)
-
-    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-        """Run the program with these ranks as the whole world."""
-        inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
-        return (yield from among(self.ranks, self.program(inner, memory)))

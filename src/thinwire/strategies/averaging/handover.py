@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from thinwire.checkpoint.optimizer_state import load_local_state, local_state
 from thinwire.checkpoint.trees import copied
-from thinwire.checkpoint.validate import check_count
-from thinwire.engine.agreement import SetUp, differences_text, full_texts, texts_of
+from thinwire.checkpoint.validate import check_count, check_tensors
+from thinwire.engine.comm.agreement import SetUp, differences_text, full_texts, texts_of
 from thinwire.engine.pack import local_part
 from thinwire.errors import MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
@@ -16,9 +17,7 @@ from thinwire.programs.memory import Memory, Staged
 from thinwire.step.transaction import StepTransaction
 from thinwire.strategies.averaging.anchors import restored
 from thinwire.strategies.averaging.handshake import hashed
-from thinwire.strategies.averaging.optimizer_state import load_local_state, local_state
 from thinwire.strategies.averaging.replica import Replica, no_autograd
-from thinwire.strategies.averaging.state import check_tensors
 
 logger = logging.getLogger("thinwire")
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS
 from thinwire.engine.ops import Collectives, among
 from thinwire.monitors.audit import Findings

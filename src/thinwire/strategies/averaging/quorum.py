@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.validate import check_count
-from thinwire.engine.agreement import differences_text
+from thinwire.engine.comm.agreement import differences_text
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import MODELS, Meter

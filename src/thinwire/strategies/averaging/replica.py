@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from thinwire.engine.blocking import run_abreast
-from thinwire.engine.pack import local_part, real_numbers
+from thinwire.engine.comm.borrowed_group import run_abreast
+from thinwire.engine.pack import batches, local_part, real_numbers
 from thinwire.programs.memory import Memory
 from thinwire.step.model import AttachedModel
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.policy import Averaging, OuterLoop
 from thinwire.strategies.averaging.shared_state import reset_states
-from thinwire.strategies.zero.parameters import batches, share
+from thinwire.strategies.zero.parameters import share
 
 
 class LocalParts(Mapping[str, torch.Tensor]):
