@@ -483,7 +483,7 @@ def received(_: int, folder: Path) -> None:
         with pytest.raises(thinwire.WireError, match="did not arrive"):
             loaded(state(user={"thinwire": {"weights": torch.zeros(100)}}), cut)
     for address in (f"file://{sentinel}?", "gopher://localhost:1/", "no address"):
-        with pytest.raises(thinwire.StateError, match="not an address of HTTP"):
+        with pytest.raises(thinwire.StateError, match="not an HTTP address"):
             ours.recv_checkpoint(0, address, 7, limit)
 
 
@@ -571,10 +571,10 @@ def test_the_default_host_is_the_address_that_reaches_the_lighthouse() -> None:
     ):
         reachable_host("localhost", "http://198.51.100.1:29510")
     for every in ("0.0.0.0", "::"):
-        with pytest.raises(thinwire.OptionError, match="cannot reach: give its address"):
+        with pytest.raises(thinwire.OptionError, match="cannot reach: pass its address"):
             reachable_host(every, "http://127.0.0.1:29510")
     for wrong in ("host:29510", "http://host", "http://[::1:29510", ""):
-        with pytest.raises(thinwire.OptionError, match="is no address: give one such as"):
+        with pytest.raises(thinwire.OptionError, match="is not an address: pass one such as"):
             reachable_host(None, wrong)
 
 

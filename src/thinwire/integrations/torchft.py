@@ -1,4 +1,4 @@
-"""torchft: DiLoCo among replicas that come and go, over torchft's manager, lighthouse and process groups."""
+"""DiLoCo among live replicas, over torchft's manager, lighthouse and process groups."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ from thinwire.integrations.torchft_transport import KEY
 __all__ = ["ManagerQuorum", "attach", "make_manager"]
 
 _RANK_LIMITS = 4
-"""The limits that a rank waits for its replica's other ranks, which may be receiving a state."""
+"""How many time limits a rank waits for its replica's other ranks, which may be receiving a state."""
 
 
 def attach(
@@ -48,12 +48,13 @@ def attach(
     share_optimizer: bool = True,
     check_every: int = 0,
 ) -> Wire:
-    """Average the model with those of the other replicas, whichever are there. Call it on every rank.
+    """Average the model among the replicas in the current quorum. Call it on every rank.
 
-    The model's first forward waits for the quorum. A replica that joins a running job receives anchors, outer
-    optimizer and step of a live peer there. From then on models are exchanged after the optimizer's steps, as
-    `program` says. A replica that dies costs the others at most one exchange. What an exchange has computed
-    is used only if the quorum commits it.
+    The model's first forward waits for the quorum. There a replica that joins a running job receives the
+    anchors, outer optimizer and step of a live peer. From then on models are exchanged after the optimizer's
+    steps, as `program` configures. The results of an exchange are applied only if the quorum commits it. A
+    failed exchange is discarded and training continues from the local parameters. A replica that dies costs
+    the others at most one exchange.
 
     Args:
         manager: A manager with a synchronous quorum, as `make_manager` makes it.
@@ -66,7 +67,7 @@ def attach(
         share_optimizer: Whether a replica that joins receives the state of a live peer's optimizer too, which
             may be twice the size of the model.
         check_every: Compare the anchors' bits across replicas every `check_every` exchanges. A replica that
-            differs from most receives their state. 0: never.
+            differs from most receives a peer's state. 0: never.
 
     Returns:
         The wire. Keep it for `finalize`, `stats` and `state_dict`.
@@ -121,9 +122,9 @@ def _handle(model: nn.Module, service: ManagerQuorum) -> ReplicaModel:
     """Return the model's handle, after checking that the manager has the same ranks."""
     if isinstance(model, DistributedDataParallel):
         raise AttachError(
-            "the model is wrapped in DDP, whose ranks would all send the whole model: give the module itself,"
+            "the model is wrapped in DDP, whose ranks would all send the whole model: pass the module itself"
             " for replicas of one process; for replicas of several, shard it with fully_shard(module,"
-            " mesh=mesh, reshard_after_forward=False), and give make_manager(shards=mesh)"
+            " mesh=mesh, reshard_after_forward=False), and pass make_manager(shards=mesh)"
         )
     if not any(map(is_sharded, model.modules())):
         if service.ranks > 1:
@@ -138,7 +139,7 @@ def _handle(model: nn.Module, service: ManagerQuorum) -> ReplicaModel:
         raise OptionError(
             f"the model is sharded over {mesh.size()} ranks, of which this is number {mesh.get_local_rank()},"
             f" and the manager's replica has {service.ranks} ranks, of which this is number"
-            f" {service.own_rank}: give make_manager(shards=mesh) the mesh of fully_shard"
+            f" {service.own_rank}: pass the mesh of fully_shard, as make_manager(shards=mesh)"
         )
     return sharded
 

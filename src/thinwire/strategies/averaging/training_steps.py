@@ -169,7 +169,7 @@ class TrainingSteps:
 
 def _some_gradient(parameters: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the smallest tensor among non-zero gradients, with its parameter."""
-    held = [(one, one.grad) for one in parameters if one.grad is not None]
+    held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     return next(
         (pair for pair in sorted(held, key=lambda pair: pair[1].numel()) if local_part(pair[1]).any()), None
     )
