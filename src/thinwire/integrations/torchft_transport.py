@@ -1,7 +1,7 @@
 """The addresses of a torchft replica, and the transport of states to newcomers.
 
-Safety: torchft's own transport unpickles a peer's bytes, and listens on all interfaces. This one loads tensors
-and plain values only, and listens on one address.
+Safety: torchft's own transport unpickles a peer's bytes, and listens on all interfaces. This one loads
+tensors and plain values only, and listens on one address.
 """
 
 import copy
