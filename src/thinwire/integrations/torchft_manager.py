@@ -107,6 +107,8 @@ def make_manager(
         "lighthouse_addr": address,
         "hostname": in_url(host),
         "checkpoint_transport": StateTransport(host, limit),
+        # torchft gives up at the first broken connection to the lighthouse, and raises only after its whole
+        # quorum timeout (an hour). A replica that was cut off for a moment would be lost.
         "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
     }
     if options["rank"]:

@@ -222,6 +222,9 @@ class Averager(Strategy):
         replica, loop = self.replica, self.config.outer_loop
         number = replica.exchanges // len(replica.fragments)
         if loop is None:
+            # The parameters themselves. Exact means need no anchor, so local SGD costs no memory. Compressed,
+            # they would lose the small differences that training makes. Differences to an anchor compress as
+            # gradients do, and error feedback works on them.
             return Contribution(replica.parameters, Exact(), Memory(), number=number)
         if replica.anchors is None:
             raise AttachError("the optimizer has stepped, but the model ran no forward: call model(...)")
@@ -237,7 +240,9 @@ class Averager(Strategy):
             self._apply_first()
 
     def _apply_first(self) -> None:
-        self._in_flight[0].keep()  # if the wait is interrupted, it stays in flight
+        # Ctrl-C may interrupt the wait. The average then stays in flight, and a state that is saved by a
+        # signal handler's flag contains it. Popped first, it would be lost on this rank alone.
+        self._in_flight[0].keep()
         self._apply(self._in_flight.pop(0))
 
     def _apply(self, flight: InFlight) -> None:

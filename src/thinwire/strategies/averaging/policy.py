@@ -139,6 +139,9 @@ class Averaging(Configuration):
     def due(self, step: int) -> Sequence[Average]:
         """Return the averages to start after a step.
 
+        The first average comes after a whole period. torch's averager averages after the first local step,
+        when models hardly differ yet.
+
         Args:
             step: The number of steps taken since the end of the warm-up.
 
