@@ -43,7 +43,6 @@ from thinwire.errors import (
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import MODEL_SCOPE, Memory, Staged
-from thinwire.strategies.averaging.diloco import pseudo_gradients
 from thinwire.strategies.averaging.exchange import (
     Contribution,
     ExchangeId,
@@ -87,18 +86,14 @@ class Work:
     Attributes:
         decision: The decision of the handshake.
         set_ups: The set-ups of all replicas by rank, if they differ and could be gathered.
-        fragments: The fragments that were exchanged; all of them at the end of the training.
-        means: The mean pseudo-gradients by name.
-        buffers: The shared buffers by name.
+        flights: The averages of the fragments that were exchanged; all of them at the end of the training.
         memory: The programs' memory after the exchange.
         without_residuals: The memory that `memory` commits to, if this replica contributed nothing.
     """
 
     decision: Decision
     set_ups: tuple[Mapping[str, str], ...] = ()
-    fragments: tuple[int, ...] = ()
-    means: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    flights: list[InFlight] = field(default_factory=list)
     memory: Staged = field(default_factory=lambda: Memory().staged())
     without_residuals: Memory | None = None
 
@@ -163,7 +158,7 @@ class LiveReplicas:
             if work is None:
                 pause = self._pause(deadline, pause)
             else:
-                yield from self._flights(work)
+                yield from work.flights
 
     def exchange(self, averages: Sequence[Average], step: int) -> list[InFlight]:
         """Run a round, and return its averages, to be applied now. Empty if it was discarded.
@@ -172,31 +167,12 @@ class LiveReplicas:
         replica that is behind takes part in what the others exchange.
         """
         work = self._round(self._deadline())
-        return [] if work is None else self._flights(work)
-
-    def _flights(self, work: Work) -> list[InFlight]:
-        """Return the averages of a committed round. The final mean was applied with the commit."""
-        if work.decision.final:
-            return []
-        fragments, last = self._replica.fragments, len(self._replica.fragments) - 1
-        return [
-            InFlight(
-                fragment,
-                due=0,
-                means=partial(_some, work.means, fragments[fragment]),
-                contributors=work.decision.contributors,
-                buffers=work.buffers if fragment == last else {},
-            )
-            for fragment in work.fragments
-        ]
+        return [] if work is None else work.flights
 
     def applied(self, flight: InFlight) -> None:
         """Copy the buffers that were exchanged before the vote."""
-        self._write_buffers(flight.buffers)
-
-    def _write_buffers(self, shared: Mapping[str, torch.Tensor]) -> None:
         buffers = self._replica.buffers
-        for name, buffer in shared.items():
+        for name, buffer in flight.buffers.items():
             buffers[name].copy_(buffer)
 
     def synchronise(self, memory: Memory) -> Iterator[InFlight]:
@@ -228,7 +204,7 @@ class LiveReplicas:
             if work is None:
                 pause = self._pause(deadline, pause)
             else:
-                yield from self._flights(work)
+                yield from work.flights
                 deadline, pause = self._deadline(), _PAUSE  # others are still training
 
     def retire(self, trained_locally: bool) -> None:
@@ -349,45 +325,34 @@ class LiveReplicas:
 
     def _average(self, engine: Engine, work: Work) -> None:
         """Average what is due at the step of the job, if anything."""
-        replica, decision = self._replica, work.decision
+        replica, decision, size = self._replica, work.decision, self.service.size
         every = range(len(replica.fragments))
-        due = (
-            every
-            if decision.final
-            else sorted({average.fragment for average in replica.config.due(decision.step)})
-        )
+        averages = replica.config.due(decision.step)
+        due = every if decision.final else sorted({average.fragment for average in averages})
         if not decision.contributors or not due:
             return
-        work.fragments = tuple(due)
-        members = Members(tuple(range(self.service.size)), self.service.rank, self.service.size)
-        if not replica.window and not decision.final:
+        if replica.window or decision.final:
+            work.memory = replica.memory.staged()
+        else:
             # This replica holds the anchors and sends zeros. Its residuals stay for the exchange in which it
             # contributes again.
             work.without_residuals = replica.memory.shared()
-            memory = work.without_residuals.scoped(MODEL_SCOPE)
-        else:
-            memory = replica.memory
-        work.memory = memory.staged()
+            work.memory = work.without_residuals.scoped(MODEL_SCOPE).staged()
+        members = Members(tuple(range(size)), self.service.rank, size)
         for fragment in due:
-            contribute = self._contribute_exactly if decision.final else self._contribute
-            contribution = contribute(fragment, work.memory)
+            contribution = self._contribute(fragment, work.memory)
+            if decision.final:
+                contribution = Contribution(contribution.tensors, Exact(), Memory())
             self._check_own(contribution)
             point = ExchangeId(decision.step, None if decision.final else fragment)
-            work.means |= ModelExchange(engine, point, contribution, members).means()
-        # Newcomers contribute zeros. Rescale the mean to the contributors, so that they do not dilute it.
-        share = members.size / decision.contributors
-        if share != 1:
-            work.means = {name: mean * share for name, mean in work.means.items()}
-        check_finite(work.means, decision.step)
+            means = ModelExchange(engine, point, contribution, members).means()
+            # Newcomers contribute zeros. Rescale the mean to the contributors, so that they do not dilute it.
+            share = size / decision.contributors
+            means = means if share == 1 else {name: mean * share for name, mean in means.items()}
+            check_finite(means, decision.step)
+            work.flights.append(InFlight(fragment, 0, partial(dict, means), decision.contributors))
         if due[-1] == every[-1]:
-            work.buffers = self._buffers(engine, members.size)
-
-    def _contribute_exactly(self, fragment: int, memory: Memory) -> Contribution:
-        """Return the contribution to an exact mean, at the end of the training."""
-        replica = self._replica
-        delta = pseudo_gradients(replica.take_anchors(), replica.parameters, fragment)
-        number = replica.exchanges // len(replica.fragments)
-        return Contribution(delta, Exact(), Memory(), number=number)
+            work.flights[-1].buffers = self._buffers(engine, size)
 
     def _check_own(self, contribution: Contribution) -> None:
         """Raise DivergedError if this replica's model is not finite, before it is sent to the others."""
@@ -417,7 +382,7 @@ class LiveReplicas:
         """Take over the counts and residuals of a committed round. The averager applies its means."""
         replica, state, decision = self._replica, self.state, work.decision
         state.steps.restore(max(state.step, decision.step))
-        if not work.fragments:
+        if not work.flights:
             state.settled = state.settled or (decision.final and not decision.contributors)
             return
         work.memory.commit()
@@ -426,20 +391,23 @@ class LiveReplicas:
         state.committed(decision.exchange)
         state.settled = decision.final
         if decision.final:
+            # The plain mean of the models, x_i = a - D_i, without an outer step.
             anchors = replica.take_anchors()
-            anchors.move_to({name: anchors[name] - mean for name, mean in work.means.items()})
+            for flight in work.flights:
+                anchors.move_to({name: anchors[name] - mean for name, mean in flight.means().items()})
+                self.applied(flight)
             replica.write({name: anchors[name] for name in replica.parameters})
-            replica.exchanges += len(work.fragments)
+            replica.exchanges += len(work.flights)
             replica.window = 0
-            self._write_buffers(work.buffers)
             if replica.config.optimizer_state == "reset":
                 replica.reset_optimizers(list(replica.parameters))
+            work.flights.clear()
 
     def _discard(self, work: Work | None, error: ThinwireError | None) -> None:
         """Keep the state as it was, and log why nothing was committed."""
         service = self.service
         complete = work is not None and not work.decision.blocked
-        if complete and work is not None and work.means and work.without_residuals is None:
+        if complete and work is not None and work.flights and work.without_residuals is None:
             self.state.prepared = Prepared(work.decision.exchange, work.memory)
         # The first sentence. The others are advice for jobs that cannot continue.
         reason = str(error).partition(". ")[0] if error is not None else "the others did not commit it"
@@ -566,7 +534,3 @@ class LiveReplicas:
             self.service.load_state_dict(dict(service))
 
         return apply
-
-
-def _some(means: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    return {name: means[name] for name in names}
