@@ -37,7 +37,9 @@ with warnings.catch_warnings():
 
 from thinwire.attach import attach
 from thinwire.checkpoint.dcp import PerRank, read_states
-from thinwire.checkpoint.optimizer_state import merged as merge_optimizer_states
+from thinwire.checkpoint.gather import GatheredState
+from thinwire.checkpoint.optimizer_state import merge_optimizer_states
+from thinwire.checkpoint.save import load_checkpoint, save_checkpoint
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import BlockCodec, Codec
 from thinwire.codecs.float8 import Float8
@@ -72,7 +74,6 @@ from thinwire.errors import (
     UnavailableError,
     WireError,
 )
-from thinwire.gathered_state import GatheredState
 from thinwire.models.fsdp.reduce_scatter import CompressedReduceScatter, compress_reduce_scatter
 from thinwire.monitors.audit import AuditRecord, ParameterAudit
 from thinwire.plan.auto import Auto
@@ -89,7 +90,6 @@ from thinwire.programs.rules import Size
 from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
-from thinwire.saving import load_checkpoint, save_checkpoint
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.diloco import DiLoCo
 from thinwire.strategies.averaging.hierarchical import Hierarchical

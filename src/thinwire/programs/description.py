@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import Described
+from thinwire.engine.comm.agreement import Described
 from thinwire.errors import OptionError
 
 Made = TypeVar("Made")
