@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.engine.agreement import decline, set_up_of
+from thinwire.engine.comm.agreement import decline, set_up_of
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.meter import Meter
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import AttachError, OptionError, ThinwireError
 from thinwire.models.ddp.internals import comm_hooks, uses_python_reducer
 from thinwire.models.ddp.model import Model, remove_handles
@@ -35,12 +35,12 @@ from thinwire.programs.description import described
 from thinwire.programs.memory import Memory
 from thinwire.programs.rules import Rules, checked_rules
 from thinwire.step.connection import Connection
+from thinwire.step.loading import check_loaded_states
 from thinwire.step.model import AttachedModel, AttachedReducer
 from thinwire.step.runner import AttachedRun, run_group, thinwire_hook
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.step.strategy import Context
 from thinwire.strategies.averaging.start import start_equal
-from thinwire.strategies.loading import check_loaded_states
 from thinwire.strategies.schedule import Schedule, Stage, StagePlan
 from thinwire.wire import Wire
 

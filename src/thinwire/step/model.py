@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.errors import AttachError, OptionError
 from thinwire.models.ddp.model import Model
 from thinwire.step.layout import BucketLayout
@@ -111,7 +111,7 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> No
         )
 
 
-def require_ddp(model: AttachedModel, what: object) -> Model:
+def require_ddp(model: object, what: object) -> Model:
     """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
     if isinstance(model, Model):
         return model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import agree_on, decline
+from thinwire.engine.comm.agreement import agree_on, decline
 from thinwire.engine.futures import at_work, is_at_work
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import AttachError, ThinwireError, UnavailableError
@@ -72,6 +72,8 @@ class AttachedRun:
         self.plan = plan
         self.schedule_ended = False
         """Whether a swap or an audit has ended a schedule."""
+        self.awaits_optimizers = False
+        """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
         self.config: Configuration = plan.at(0)
         self.strategy: Strategy = self.bound(self.config)
         self._accumulation = Accumulation(context.model, self.steps.skipping)

@@ -215,8 +215,6 @@ class Strategy:
 
     missing: str | None = None
     """The reason why the optimizer cannot step, if another rank's shard of its state was loaded."""
-    awaits_optimizers: bool = False
-    """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
 
     def __init__(self, config: Any, context: Context) -> None:
         self.config = config

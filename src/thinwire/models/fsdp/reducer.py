@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from thinwire.engine.agreement import SetUp, agree_on
+from thinwire.engine.comm.agreement import SetUp, agree_on
 from thinwire.engine.pack import local_part, pack, unpack
 from thinwire.errors import ThinwireError, UnavailableError, WireError
 from thinwire.models.ddp.internals import queue_callback
