@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import thinwire
-from tests.unit import test_summary as summary
-from tests.unit.test_untrusted import Hostile
+from tests.checkpoint.test_untrusted import Hostile
+from tests.tools.bench import test_summary as summary
 from thinwire import UnavailableError
 from thinwire.tools.bench import load
 from thinwire.tools.bench.grid import Grid
@@ -301,7 +301,7 @@ def test_a_results_file_of_the_users_own_code_is_checked_where_the_user_names_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    model, program = "tests.surface.test_cli:build", "tests.unit.test_contestants:Mine(k=3)"
+    model, program = "tests.surface.test_cli:build", "tests.tools.bench.test_contestants:Mine(k=3)"
     path = str(saved(tmp_path / "bench.json", model, program))
     result = run("plan", "--check", path, "--model", model, "--programs", program, "--json")
     assert result.exit_code == 0, result.output
