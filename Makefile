@@ -99,7 +99,7 @@ build/uv:
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:
-	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
+	@{ command -v chromium || command -v google-chrome; } >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
 	    { $(SUDO) apt-get update -qq && \
 	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
+"""Costs that grow with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
 
     .venv/bin/python benchmarks/scale.py              # all parts
     .venv/bin/python benchmarks/scale.py store --ranks 8,64,256
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.plan.encode import measure
 from thinwire.plan.traffic import Layout, traffic
 from thinwire.programs.program import Program

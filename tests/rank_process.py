@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.engine.process_group import _backend_holders
+from thinwire.engine.comm.process_group import _backend_holders
 
 _WATCHED = (
     "thinwire",

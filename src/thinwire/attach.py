@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.engine.agreement import decline, set_up_of
+from thinwire.engine.comm.agreement import decline, set_up_of
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.meter import Meter
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import AttachError, OptionError, ThinwireError
 from thinwire.models.ddp.internals import comm_hooks, uses_python_reducer
 from thinwire.models.ddp.model import Model, remove_handles

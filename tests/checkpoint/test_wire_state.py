@@ -21,7 +21,7 @@ from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.wire_state import merge_wire_states, own_states
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from thinwire.engine.agreement import Described
+from thinwire.engine.comm.agreement import Described
 
 PROGRAMS = {
     "int8": compressing_alone(Int8()),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.echo import Echo, Reply, engine_on, staged, submit
 from thinwire import AllGather, AllReduce, Collectives
-from thinwire.engine.messages import tag_of
+from thinwire.engine.comm.messages import tag_of
+from thinwire.engine.comm.pending import PendingFuture
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.order import order
-from thinwire.engine.pending import PendingFuture
 
 
 class Messages(Echo):

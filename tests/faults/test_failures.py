@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, flat_parameters, mlp
 from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
-from thinwire.engine.process_group import store_of
+from thinwire.engine.comm.process_group import store_of
 
 LIMIT = 6.0
 IN_TIME = 60.0
@@ -39,7 +39,7 @@ def train_until_error(rank: int, ddp: DDP) -> tuple[str, str, float]:
 
 
 @dataclass(frozen=True)
-class Fatal:
+class Fatal(thinwire.Program):
     """At step 3, halfway through the buckets, something happens on one rank."""
 
     what: str

@@ -22,9 +22,9 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import AllGather, AllReduce, AllToAll, Bucket, Collectives, Memory, Outcome, ReduceScatter
-from thinwire.engine.blocking import run_blocking
+from thinwire.engine.comm.borrowed_group import run_blocking
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import Collective, Exchange
 
 LIMIT = 6.0
@@ -267,7 +267,7 @@ def test_closing_ends_a_wait_on_another_thread_here_and_elsewhere(how: str) -> N
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
 from thinwire import AllGather
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -16,7 +16,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import Bucket, Collectives, Memory, Outcome
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 
 LIMIT = 4.0
 

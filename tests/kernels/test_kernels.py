@@ -205,23 +205,18 @@ def test_top_k_encodings_are_the_same(codec: LargestEntries) -> None:
         assert all(map(same, found, codec.encode(x)))
 
 
-@given(pieces(), st.sampled_from([1.0, 0.5, 1e10, 3e38]))
-def test_finiteness(several: list[torch.Tensor], factor: float) -> None:
+@given(pieces())
+def test_finiteness(several: list[torch.Tensor]) -> None:
     for x in several:
-        assert bool(blocks.finite(x)) == bool(x.isfinite().all())
-        scaled = x * factor
-        flag = blocks.scale_finite(x, factor)
+        flag = blocks.finite(x)
         assert flag.dtype == torch.bool
         assert flag.shape == ()
-        assert bool(flag) == bool(scaled.isfinite().all())
-        assert same(x, scaled)
+        assert bool(flag) == bool(x.isfinite().all())
 
 
 @pytest.mark.parametrize("x", [torch.ones(3, dtype=torch.bfloat16), torch.ones(4, 4).T[:2], torch.ones(0)])
 def test_finiteness_of_tensors_that_native_code_does_not_take(x: torch.Tensor) -> None:
     assert blocks.finite(x)
-    assert blocks.scale_finite(x, 2.0)
-    assert (x == 2).all()
 
 
 def test_native_code_is_not_called_with_memory_that_does_not_fit() -> None:

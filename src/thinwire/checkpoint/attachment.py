@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.errors import OptionError
 
 

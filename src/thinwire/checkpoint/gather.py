@@ -21,7 +21,7 @@ from thinwire.checkpoint.rank_keys import by_rank, choose, rank_key
 from thinwire.checkpoint.save import own_extra
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.wire_state import all_or_none
-from thinwire.engine.blocking import run_blocking
+from thinwire.engine.comm.borrowed_group import run_blocking
 from thinwire.engine.futures import at_work
 from thinwire.engine.ops import Broadcast, Collectives
 from thinwire.engine.pack import BATCH, batches, pack, unpack

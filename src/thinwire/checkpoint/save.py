@@ -25,7 +25,7 @@ from thinwire.checkpoint.optimizer_state import per_rank
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied, means, same
 from thinwire.checkpoint.wire_state import all_or_none
-from thinwire.engine.agreement import agree_on, agreeing
+from thinwire.engine.comm.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
 from thinwire.programs.parameter_names import original_name

@@ -11,8 +11,8 @@ import torch
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count, check_tensor
-from thinwire.engine.agreement import Described, agreeing, shown
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.agreement import Described, agreeing, shown
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import StateError
 from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual

@@ -30,7 +30,7 @@ class ThinwireCallback(Callback):
 
     It attaches when training starts, with the strategy `"ddp"` on any device. All ranks' state is in the
     checkpoints of the trainer, and a resumed run loads it, with any number of processes. Every
-    `log_every_n_steps` steps the figures of `Metrics` go to the trainer's loggers. Under `ZeRO`,
+    `log_every_n_steps` steps the figures of `Metrics` are sent to the trainer's loggers. Under `ZeRO`,
     `gradient_clip_val` is the norm over all ranks. The callback is moved before all others, so that at the
     end models are synchronised before a callback such as `WeightAveraging` replaces them.
 
@@ -62,6 +62,8 @@ class ThinwireCallback(Callback):
         existed.
         """
         ddp = _ddp_of(trainer)
+        # First in the list: at the end of training, models are synchronised before WeightAveraging replaces
+        # them.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         saved, self._saved = (self._saved if trainer.ckpt_path else None), None
         if saved is not None:
@@ -138,7 +140,7 @@ def _ddp_of(trainer: Any) -> DistributedDataParallel:
         ddp = ddp_of(strategy.model)
     except AttachError as error:
         raise AttachError(
-            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: give"
+            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: use"
             ' Trainer(strategy="ddp", devices=2) or more devices or nodes. To shard the optimizer\'s state,'
             " use thinwire.ZeRO()"
         ) from error

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.amp.skipped_steps import SkippedSteps
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import SetUp, set_up_of
+from thinwire.engine.comm.agreement import SetUp, set_up_of
 from thinwire.engine.meter import Meter
 from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.models.fsdp.internals import is_sharded
@@ -18,7 +18,6 @@ from thinwire.models.fsdp.shards import Shards
 from thinwire.models.local.model import ReplicaModel
 from thinwire.options import optimizers_of
 from thinwire.programs.description import described
-from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules, check_used, checked_rules, exceptions_of
 from thinwire.step.connection import Connection
 from thinwire.strategies.averaging.policy import Averaging
@@ -182,7 +181,7 @@ def _validated(
     if config.optimizer_state == "mean":
         raise OptionError('optimizer_state="mean" is not supported with torchft: use "local" or "reset"')
     trained = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
-    check_fit(config, trained, 1)
+    config.check(trained, 1)
     return optimizers_of(optimizer, dict(model.named_parameters()))
 
 

@@ -33,11 +33,11 @@ from thinwire.checkpoint.optimizer_state import (
     whole_of,
 )
 from thinwire.codecs.checks import is_whole
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.blocking import run_abreast, run_blocking
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.borrowed_group import run_abreast, run_blocking
+from thinwire.engine.comm.process_group import time_limit
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.pack import batches
-from thinwire.engine.process_group import time_limit
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.ddp.internals import state_hooks
 from thinwire.optim._given import described, group_given, listed, local_optimizer

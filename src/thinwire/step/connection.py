@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.amp.loss_scale import Scales
-from thinwire.engine.agreement import SetUp, agree_on
+from thinwire.engine.comm.agreement import SetUp, agree_on
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import Meter
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.checkpoint.optimizer_state import check_owned, forget_owned
 from thinwire.checkpoint.wire_state import all_or_none, memory_for, merge_wire_states, own_states, program_of
-from thinwire.engine.agreement import Described
+from thinwire.engine.comm.agreement import Described
 from thinwire.errors import StateError
 from thinwire.programs.description import same_program, short
 from thinwire.step.layout import groups_for

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.errors import AttachError, OptionError
 from thinwire.models.ddp.model import Model
 from thinwire.step.layout import BucketLayout

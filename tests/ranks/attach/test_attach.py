@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, changed, flat_gradients, mlp, own
-from thinwire.engine import rendezvous
-from thinwire.engine.process_group import store_of
+from thinwire.engine.comm import rendezvous
+from thinwire.engine.comm.process_group import store_of
 from thinwire.step import runner
 
 TINY_BUCKETS = 0.002

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.harness import run_ranks
 from tests.models import batch, flat_gradients, mlp
 from thinwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from thinwire.engine.blocking import run_blocking
+from thinwire.engine.comm.borrowed_group import run_blocking
 from thinwire.engine.ops import AllReduce
 from thinwire.errors import MismatchError, ProgramError, WireError
 from thinwire.model_averaging.averagers import PeriodicModelAverager

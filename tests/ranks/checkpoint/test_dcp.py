@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.models import batch, equal, flat_parameters, mlp, own
 from thinwire import DiLoCo, Int4, Int8, PerRank, ZeRO, merge_optimizer_states, read_states
 from thinwire.checkpoint.trees import copied
-from thinwire.engine.process_group import torch_version
+from thinwire.engine.comm.process_group import torch_version
 
 ZERO = ZeRO(Int8(), parameters=torch.bfloat16)
 PROGRAMS = {"int8": Int8(), "diloco": DiLoCo(4, program=Int4(), fragments=2, overlap=1), "zero": ZERO}

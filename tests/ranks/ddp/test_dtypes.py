@@ -11,7 +11,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, flat_gradients, mlp
 from tests.ranks.ddp.test_modes import TINY_BUCKETS, both_ways, train
-from thinwire.engine.process_group import torch_version
+from thinwire.engine.comm.process_group import torch_version
 
 WIDTH = 24
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import thinwire
 from tests.harness import run_ranks
-from thinwire.engine.blocking import run_blocking
-from thinwire.engine.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.borrowed_group import BorrowedGroup, run_blocking
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import (
     AllGather,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from thinwire import AllGather, AllReduce, AllToAll, Await, Broadcast, Reduce, ReduceScatter, WireError
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.ops import Collective, Exchange
 from thinwire.engine.simulate import exchange
 

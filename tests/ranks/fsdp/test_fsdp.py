@@ -16,7 +16,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, mlp
 from thinwire import DiLoCo, Exact, Int8, LocalSGD, OptionError, UnavailableError, WireError
-from thinwire.engine.process_group import store_of
+from thinwire.engine.comm.process_group import store_of
 from thinwire.models.fsdp.reduce_scatter import CompressedReduceScatter
 from thinwire.step import runner
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
-from thinwire.engine.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.borrowed_group import BorrowedGroup
 from thinwire.errors import MismatchError, WireError
 from thinwire.optim import ZeroRedundancyOptimizer
 
@@ -166,7 +166,7 @@ def check_kinds_of_parameters(rank: int) -> None:
         sent.append(op)
         return issue(self, op, turn)
 
-    BorrowedGroup.issue = noting  # type: ignore[method-assign]
+    BorrowedGroup.issue = noting  # type: ignore[assignment, method-assign]
     for views in (False, True):
         torch.manual_seed(0)
         parameters = [

@@ -318,7 +318,7 @@ def test_steps_of_averaged_models_take_the_mean_with_their_exchanges() -> None:
 def test_a_loss_that_is_no_number_is_the_verdict() -> None:
     rows = [timed(0, 0.0, loss=3.0), *(timed(step, 0.1, loss=None) for step in range(1, 4))]
     log, overflowed = Log.of(rows), Log.of(rows[:2])
-    assert verdict(log, summarise(log)) == "Training failed: the loss is not finite since step 1."
+    assert verdict(log, summarise(log)) == "Training failed: the loss is non-finite since step 1."
     assert losses(log) == "not finite at step 3, 3 at step 0"
     assert "failed" not in verdict(overflowed, summarise(overflowed))
 

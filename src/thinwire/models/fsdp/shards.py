@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, AllReduce, Collectives
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.engine.task import anew
 from thinwire.errors import ThinwireError
 from thinwire.step.connection import Connection

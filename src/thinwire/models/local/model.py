@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.engine.comm.process_group import global_ranks
 from thinwire.engine.ops import AllReduce
-from thinwire.engine.process_group import global_ranks
 from thinwire.errors import AttachError
 from thinwire.models.ddp.internals import surrounding_ddp
 from thinwire.programs.parameter_names import original_name

@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.engine.blocking import run_abreast
+from thinwire.engine.comm.borrowed_group import run_abreast
 from thinwire.engine.pack import batches, real_numbers
 from thinwire.step.model import AttachedModel
 from thinwire.strategies.zero.parameters import share

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire.checkpoint.optimizer_state import load_local_state, local_state
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count, check_tensors
-from thinwire.engine.agreement import SetUp, differences_text, full_texts, texts_of
+from thinwire.engine.comm.agreement import SetUp, differences_text, full_texts, texts_of
 from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints

@@ -13,9 +13,9 @@ from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.checkpoint.gather import collect
 from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merge_optimizer_states
 from thinwire.checkpoint.validate import check_tensor
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
@@ -23,7 +23,7 @@ from thinwire.errors import StateError, UnavailableError
 from thinwire.models.ddp.model import remove_handles
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
 from thinwire.step.model import refuse_unfrozen, require_ddp
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
@@ -107,7 +107,7 @@ class Sharder(Strategy):
         remove_handles(self._usage.handles if self._usage is not None else [])
         self._engine.close()
 
-    def wrap(self, program: Program) -> Program:
+    def wrap(self, program: Program) -> ProgramFunction:
         """Return a program that reduces a bucket's gradients to their owners by `program`."""
         return partial(self._reduce, program)
 

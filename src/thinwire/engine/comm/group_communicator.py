@@ -5,20 +5,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from thinwire.engine.collectives import PLAIN, check_dtype, start
-from thinwire.engine.communicator import NotConnectedError
-from thinwire.engine.messages import Mailbox, Messaged, Turn, cut
-from thinwire.engine.ops import Await, Collective, Exchange
-from thinwire.engine.pending import Arrived, Pending, PendingFuture
-from thinwire.engine.process_group import HiddenGroup, new_group, on_gloo, time_limit
-from thinwire.engine.rendezvous import StoreRendezvous
-from thinwire.engine.simulate import deliver
-from thinwire.errors import ProgramError, WireError
+from thinwire.engine.comm.collectives import Issuer
+from thinwire.engine.comm.communicator import NotConnectedError
+from thinwire.engine.comm.messages import Mailbox, Messaged, cut
+from thinwire.engine.comm.process_group import HiddenGroup, new_group, on_gloo, time_limit
+from thinwire.engine.comm.rendezvous import StoreRendezvous
+from thinwire.engine.ops import Collective
+from thinwire.errors import WireError
 
 _REPORT_LIMIT = timedelta(seconds=3)
 
 
-class GroupCommunicator:
+class GroupCommunicator(Issuer):
     """An issuer of collectives over the ranks of `parent`, on a process group of thinwire's own.
 
     `open` makes the group, and every rank must call it at the same point. A group of one needs no network
@@ -31,10 +29,11 @@ class GroupCommunicator:
             time out before it begins.
     """
 
+    registered = True
+
     def __init__(self, parent: dist.ProcessGroup, limit: timedelta | None = None) -> None:
         self.rendezvous = StoreRendezvous(parent, limit)
-        self.rank = parent.rank()
-        self.size = parent.size()
+        self._rank, self._size = parent.rank(), parent.size()
         self.limit = limit or time_limit(parent)
         self.report_limit = min(_REPORT_LIMIT, self.limit / 5)
         self._parent = parent
@@ -44,6 +43,16 @@ class GroupCommunicator:
         self._mailboxes: dict[dist.ProcessGroup, Mailbox] = {}
         self._hidden: list[HiddenGroup] = []
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
 
     def open(self) -> None:
         """Make the process group. Later calls do nothing."""
@@ -73,8 +82,9 @@ class GroupCommunicator:
 
     def abort(self) -> None:
         """Fail all collectives in flight at once, on this rank and the others. Only Gloo can do so."""
-        for hidden in [one for one in self._hidden if self._on_gloo and one.usable]:
-            cut(hidden.group)
+        for hidden in self._hidden if self._on_gloo else ():
+            if hidden.usable:
+                cut(hidden.group)
 
     def close(self) -> None:
         """Destroy the process group. Collectives still in flight on other ranks fail there."""
@@ -87,51 +97,20 @@ class GroupCommunicator:
         """Return whether a collective is sent as messages, which are matched by tags and need no order."""
         return self._on_gloo and op.tensor.device.type == "cpu" and isinstance(op, Messaged)
 
-    def issue(self, op: Collective | Await, turn: Turn | None = None) -> Pending:
-        """Issue a collective and return without waiting for it.
-
-        The first collective among a given subset of ranks makes their process group.
-
-        Args:
-            op: The collective, or a future to wait for.
-            turn: The bucket and stage by which ranks match it, if it may be issued in any order.
-
-        Returns:
-            The collective in flight.
-
-        Raises:
-            ProgramError: `op` is not a valid collective.
-            WireError: The communicator is closed.
-            NotConnectedError: A rank of the subset did not connect in time.
-        """
-        if isinstance(op, Await):
-            return PendingFuture(op.future, self.limit)
-        if not isinstance(op, Collective):
-            raise ProgramError(f"a program yielded {op!r}: it must yield collectives of thinwire.engine.ops")
-        rank, size = op.place(self.rank, self.size)
-        op.check(size)
-        if size == 1 or (op.tensor.numel() == 0 and not isinstance(op, Exchange)):
-            return Arrived(deliver(op, [op.tensor] * size)[rank])
-        if self._group is None:
+    def _route(self, op: Collective) -> tuple[dist.ProcessGroup, Mailbox | None]:
+        group = self._group
+        if group is None:
             raise WireError(f"{op} was issued on a closed wire: its DDP model is gone")
-        if op.tensor.dtype not in PLAIN:
-            check_dtype(op)
-        group = self._group if op.ranks is None else self._among(op.ranks)
-        if isinstance(op, Messaged) and self.in_any_order(op):
-            return self._mailbox(group).exchange(op, turn)
-        return start(op, group, size)
-
-    def _mailbox(self, group: dist.ProcessGroup) -> Mailbox:
+        if op.ranks is not None:
+            if op.ranks not in self._subgroups:  # these ranks make their group on its first use
+                name = f"{self._name}_among_{'_'.join(map(str, op.ranks))}"
+                self._subgroups[op.ranks] = self._connect_hidden(op.ranks, name).group
+            group = self._subgroups[op.ranks]
+        if not self.in_any_order(op):
+            return group, None
         if group not in self._mailboxes:
             self._mailboxes[group] = Mailbox(group)
-        return self._mailboxes[group]
-
-    def _among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the process group of some of the ranks. These ranks make it on its first use."""
-        if ranks not in self._subgroups:
-            name = f"{self._name}_among_{'_'.join(map(str, ranks))}"
-            self._subgroups[ranks] = self._connect_hidden(ranks, name).group
-        return self._subgroups[ranks]
+        return group, self._mailboxes[group]
 
     def _connect_hidden(self, ranks: Sequence[int], name: str) -> HiddenGroup:
         hidden = HiddenGroup(self._connect(ranks, name))

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.errors import MismatchError, ThinwireError
 from thinwire.version import __version__
 

@@ -1,20 +1,70 @@
-"""Blocking execution of programs on the caller's own process group.
+"""Collectives on a process group that the caller owns, and programs run on it while the caller waits.
 
-It is meant for work between steps, such as averaging parameters, when no other collective is in flight on
-that group.
+`run_blocking` and `run_abreast` are for work between steps, such as averaging parameters, when no other
+collective is in flight on that group.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from thinwire.engine.borrowed_group import AnyGroup, BorrowedGroup
+from thinwire.engine.comm.collectives import AnyGroup, Issuer
+from thinwire.engine.comm.pending import Pending
+from thinwire.engine.comm.process_group import global_ranks
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.ops import Await, Collective, Collectives
-from thinwire.engine.pending import Pending
 from thinwire.errors import ThinwireError, WireError
 
 Result = TypeVar("Result")
+
+_LIMIT = timedelta(minutes=30)
+_NO_TIME = timedelta(0)
+
+
+class BorrowedGroup(Issuer):
+    """A communicator on the caller's own group, without a store.
+
+    Rank and size are read from the group with every collective, so a group may be reconfigured between steps.
+    No other collective may be in flight on it. No point-to-point messages are sent on it, because the
+    caller's own could have the same tags. `abort` and `close` leave the group unchanged, since the caller
+    owns it.
+
+    Args:
+        group: A process group, or an object with the same methods.
+        limit: The time after which waiting for a future fails. Collectives have the group's own time limit.
+    """
+
+    def __init__(self, group: AnyGroup, limit: timedelta = _LIMIT) -> None:
+        self.limit = limit
+        self.report_limit = _NO_TIME
+        self.rendezvous: StoreRendezvous | None = None
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group as it is now."""
+        return self._group.rank()
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's number in the world, or in the group if torch.distributed does not know it."""
+        return global_ranks(self._group)[self.rank]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group as it is now."""
+        return self._group.size()
+
+    def abort(self) -> None:
+        """Do nothing, because the caller owns the group."""
+
+    def close(self) -> None:
+        """Do nothing, because the caller owns the group."""
+
+    def _route(self, op: Collective) -> tuple[AnyGroup, None]:
+        return self._group, None
 
 
 def run_blocking(steps: Collectives[Result], group: AnyGroup) -> Result:
@@ -91,6 +141,7 @@ def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup, width: i
                 resume(steps, None)
             if not in_flight:
                 return
+            # The oldest, not the first to complete: which one completes first differs between ranks.
             oldest = in_flight.popleft()
             resume(oldest.steps, oldest.wait())
     finally:
@@ -125,5 +176,5 @@ class _Turn:
         return WireError(
             f"rank {rank} waited {waited:.1f} s for {self._op} among {size} ranks, and it failed: a rank"
             " died, stalled, or did not make the same call. Check the other ranks' logs, and restart from the"
-            f" last checkpoint. (The backend said: {reason})"
+            f" last checkpoint. (Backend error: {reason})"
         )

@@ -15,14 +15,13 @@ import collections
 import contextlib
 import os
 import zlib
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.pending import Issued
 from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange, ReduceScatter
-from thinwire.engine.pending import Issued
 
 Messaged = AllGather | AllToAll | ReduceScatter | Exchange
 """The collectives that are sent as messages."""
@@ -69,33 +68,23 @@ class Mailbox:
             received = torch.empty_like(op.tensor)
             inward, outward = received.unbind(), op.tensor.unbind()
         inward[self._rank].copy_(outward[self._rank])
+        self._exchanges[turn] += 1
+        works: list[dist.Work | None] = []
         try:
-            works = self._post(op, turn, inward, outward)
-        except RuntimeError as error:  # of a connection that broke before, and reported as that of a wait
+            # All receives are posted before the first send. In each round, every rank has a different peer.
+            for distance in range(1, self._size):
+                peer = (self._rank - distance) % self._size
+                if (message := inward[peer]).numel():
+                    works.append(self._group.recv([message], peer, self._tag(op, turn, message)))
+            for distance in range(1, self._size):
+                peer = (self._rank + distance) % self._size
+                if (message := outward[peer]).numel():
+                    works.append(self._group.send([message], peer, self._tag(op, turn, message)))
+        except RuntimeError as error:  # a connection broke before: reported like that of a wait
             return Issued.failed(error)
         if isinstance(op, ReduceScatter):
             return Issued(works, lambda: received.sum(0, dtype=received.dtype))
         return Issued(works, lambda: received)
-
-    def _post(
-        self,
-        op: Collective,
-        turn: Turn | None,
-        inward: Sequence[torch.Tensor],
-        outward: Sequence[torch.Tensor],
-    ) -> list[dist.Work | None]:
-        """Post the receives, then the sends. In each round, every rank has a different peer."""
-        self._exchanges[turn] += 1
-        works: list[dist.Work | None] = []
-        for distance in range(1, self._size):
-            peer = (self._rank - distance) % self._size
-            if inward[peer].numel():
-                works.append(self._group.recv([inward[peer]], peer, self._tag(op, turn, inward[peer])))
-        for distance in range(1, self._size):
-            peer = (self._rank + distance) % self._size
-            if outward[peer].numel():
-                works.append(self._group.send([outward[peer]], peer, self._tag(op, turn, outward[peer])))
-        return works
 
     def _tag(self, op: Collective, turn: Turn | None, message: torch.Tensor) -> int:
         number, kind = self._exchanges[turn], type(op).__name__

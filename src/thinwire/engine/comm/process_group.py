@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, OptionError
 from thinwire.version import private
 
 
@@ -186,3 +186,29 @@ def on_gloo(group: dist.ProcessGroup) -> bool:
 def gather_options() -> Any:
     """Return the options of `ProcessGroup.allgather`, which torch.distributed does not export by name."""
     return private(distributed_c10d, "AllgatherOptions")()
+
+
+def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the given group, or the whole world for None.
+
+    On a rank outside the group, torch's placeholder for it is returned unchanged.
+
+    Raises:
+        OptionError: It is not a process group, or it is None and torch.distributed is not initialised.
+    """
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise OptionError(
+            "process_group=None means the whole world, and there is none yet: call"
+            " torch.distributed.init_process_group first"
+        )
+    if not isinstance(group, dist.ProcessGroup) and not outside(group):
+        raise OptionError(
+            f"process_group={group!r} must be a torch.distributed.ProcessGroup, or None for the whole world"
+        )
+    return group
+
+
+def outside(group: object) -> bool:
+    """Return True for torch's placeholder of a group that this rank is not in."""
+    return bool(group == dist.GroupMember.NON_GROUP_MEMBER)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from thinwire.engine.process_group import global_ranks, store_of, time_limit
+from thinwire.engine.comm.process_group import global_ranks, store_of, time_limit
 from thinwire.errors import WireError
 
 logger = logging.getLogger("thinwire")
