@@ -354,7 +354,7 @@ def states(rank: int, world_size: int) -> None:
     for broken, said in (
         ({}, "not a state of a thinwire wire"),
         ([], "not a state of a thinwire wire"),
-        (changed(saved, format=99), "format 99 is not 2"),
+        (changed(saved, format=99), "format 99 is not 1"),
         (own(saved), "format 2 is not rank by rank"),
         (changed(saved, rank=1 - rank), "states were mixed up"),
         (changed(saved, program="PowerSGD(rank=4)"), "belongs to PowerSGD"),
@@ -392,8 +392,8 @@ def test_states_of_different_steps_are_refused() -> None:
 
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     first, second = run_ranks(different_states, 2, "format")
-    assert "MismatchError: rank 1 raised: format 5 is not 2" in first
-    assert "StateError: format 5 is not 2" in second
+    assert "MismatchError: rank 1 raised: format 5 is not 1" in first
+    assert "StateError: format 5 is not 1" in second
 
 
 def during_backward(rank: int, world_size: int) -> str:
