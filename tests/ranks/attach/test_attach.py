@@ -355,7 +355,7 @@ def states(rank: int, world_size: int) -> None:
         ({}, "not a state of a thinwire wire"),
         ([], "not a state of a thinwire wire"),
         (changed(saved, format=99), "format 99 is not 1"),
-        (own(saved), "format 2 is not rank by rank"),
+        (own(saved), "without keys like .rank 0 of 2."),
         (changed(saved, rank=1 - rank), "states were mixed up"),
         (changed(saved, program="PowerSGD(rank=4)"), "belongs to PowerSGD"),
         (changed(saved, step=-1), "step=-1 must be a whole number"),
