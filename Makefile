@@ -56,8 +56,8 @@ SEED ?= 1000
 EPISODES ?= 320
 MINUTES ?= 20
 soak: $(READY)
-	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/ranks/test_elastic.py
-	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
+	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/faults/test_elastic.py
+	$(BIN)/python -m tests.faults.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
 # Replicas of one torchft job that are killed, frozen or cut off, and come back; the last line has the count.
 LIVE_EPISODES ?= 50
@@ -76,7 +76,7 @@ sanitize: tests/kernels/sanitize.c $(KERNELS)
 	done
 
 # The suite on another torch: `make compat TORCH=2.15.0`. Its builds bring CUDA, several GB: not part of `make test`.
-# `TESTS="tests/unit tests/surface"` runs a part of it.
+# `TESTS="tests/programs tests/surface"` runs a part of it.
 TORCH ?= 2.15.0
 TESTS ?=
 COMPAT := .venv-torch-$(TORCH)
@@ -99,7 +99,7 @@ build/uv:
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:
-	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
+	@{ command -v chromium || command -v google-chrome; } >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
 	    { $(SUDO) apt-get update -qq && \
 	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 

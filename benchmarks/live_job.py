@@ -1,6 +1,6 @@
 """A job of replicas that are killed, frozen or cut off, and come back, for soaks and tests.
 
-Replicas are processes of this machine. With a lab, each of them is on an emulated host of its own, and the
+Replicas are processes of this machine. With a lab, each of them is on its own emulated host, and the
 lighthouse is on the lab's last host.
 """
 

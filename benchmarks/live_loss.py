@@ -1,4 +1,4 @@
-"""What a replica's absence costs in loss: `examples/train_torchft.py` without torchft and thinwire.
+"""The loss caused by a replica's absence: `examples/train_torchft.py` without torchft and thinwire.
 
     .venv/bin/python benchmarks/live_loss.py --absent 100-392 --seeds 5
 

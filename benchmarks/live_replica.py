@@ -101,7 +101,7 @@ def serve(plan: Plan, port: int, network: Path) -> None:
 
 
 def replica(plan: Plan, place: Place) -> None:
-    """Train as one rank of a replica, from parameters of its own, until the job's end."""
+    """Train as one rank of a replica, from different parameters, until the job's end."""
     enter(place.network)
     torch.set_num_threads(1)
     name = f"{place.replica}-{place.life}" + (f"-rank-{place.rank}" if place.rank else "")
@@ -146,7 +146,7 @@ def _run(plan: Plan, place: Place, name: str) -> None:
 
 
 def _mesh(plan: Plan, place: Place) -> Any:
-    """Return the mesh of this replica's ranks, on a process group of their own."""
+    """Return the mesh of this replica's ranks, on a separate process group."""
     store = plan.folder / f"store-{place.replica}-{place.life}"
     dist.init_process_group(
         "gloo",

@@ -2,7 +2,7 @@
 
     python benchmarks/live_soak.py --episodes 50 --minutes 20
 
-One job of three replicas trains on, each replica on an emulated host of its own. In each episode something
+One job of three replicas trains, each replica on its own emulated host. In each episode something
 happens to a random replica at a random moment, between exchanges or in one:
 
     kill      SIGKILL, and later another start
@@ -33,10 +33,10 @@ from thinwire.tools.lab.namespaces import Lab
 from thinwire.tools.lab.network import plan as network_plan
 
 _LASTS = 1.25
-"""How long a replica is frozen or cut off, in time limits of a collective."""
+"""The time that a replica is frozen or cut off, in time limits of a collective."""
 
 Harm = tuple[Callable[[int], None], Callable[[int], None], float]
-"""What happens to a replica, what ends it, and the least number of seconds between them."""
+"""A fault of a replica, the event that ends it, and the least number of seconds between them."""
 
 
 def episode(job: Job, kind: Harm, chance: random.Random) -> tuple[float, float]:

@@ -4,9 +4,9 @@
     .venv/bin/python -m benchmarks.losses --programs "TopK(0.015625)" --ranks 4 --workload gpt-6m
 
 Every contestant trains the same model from the same weights on the same batches. One model serves all ranks,
-because the program gives all of them the same mean. Matrices are averaged by the program and vectors exactly,
-as `attach` does. The loss is that on held-out batches. Bytes are those that rank 0 sends for the matrices in
-the last step.
+because the program returns the same mean on all of them. Matrices are averaged by the program and vectors
+exactly, as `attach` does. The loss is that on held-out batches. Bytes are those that rank 0 sends for the
+matrices in the last step.
 """
 
 import argparse

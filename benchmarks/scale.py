@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
+"""Costs that grow with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
 
     .venv/bin/python benchmarks/scale.py              # all parts
     .venv/bin/python benchmarks/scale.py store --ranks 8,64,256

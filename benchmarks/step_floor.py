@@ -183,7 +183,7 @@ def show(cell: "Cell") -> None:
 
 
 def show_aims(cell: "Cell") -> None:
-    """Print each aim for this network beside its measured figure."""
+    """Print each aim for this network with its measured figure."""
     from thinwire.tools.bench.summary import rows
 
     found = {row.name: row for row in rows(cell) if row.step}
@@ -220,8 +220,8 @@ def main() -> None:
     add("--links", default="100mbit")
     add("--workload", default="gpt-1m")
     add("--rounds", type=int, default=30)
-    add("--bucket-mb", type=float, help="default: what suits each contestant")
-    add("--programs", nargs="+", default=PROGRAMS, help="as for thinwire bench, but each a word of its own")
+    add("--bucket-mb", type=float, help="default: the best for each contestant")
+    add("--programs", nargs="+", default=PROGRAMS, help="as for thinwire bench, but separated by spaces")
     add("--no-torch", action="store_true")
     add("--against", type=Path, metavar="SRC", help="the folder src of another checkout")
     for hidden in ("--checkout", "--turns"):

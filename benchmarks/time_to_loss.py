@@ -181,7 +181,7 @@ def train(workload: Workload, contestant: Any, world: int, steps: int) -> Iterat
 
 
 class Runs:
-    """Finished runs by workload, contestant, ranks, steps and seed, kept in a file if one is given."""
+    """Finished runs by workload, contestant, ranks, steps and seed, kept in a file if there is a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

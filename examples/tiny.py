@@ -112,7 +112,7 @@ def result(wire: Wire, module: nn.Module) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], path: Path | None = None) -> None:
-    """Print a result as one line, and write it to a file if a path is given."""
+    """Print a result as one line, and write it to a file if there is a path."""
     line = json.dumps(found)
     print(line, flush=True)
     if path is not None:

@@ -35,12 +35,12 @@ from thinwire.programs.description import described
 from thinwire.programs.memory import Memory
 from thinwire.programs.rules import Rules, checked_rules
 from thinwire.step.connection import Connection
+from thinwire.step.loading import check_loaded_states
 from thinwire.step.model import AttachedModel, AttachedReducer
 from thinwire.step.runner import AttachedRun, run_group, thinwire_hook
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.step.strategy import Context
 from thinwire.strategies.averaging.start import start_equal
-from thinwire.strategies.loading import check_loaded_states
 from thinwire.strategies.schedule import Schedule, Stage, StagePlan
 from thinwire.wire import Wire
 

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.browser.pages import opened
-from tests.unit.test_training_log import audit, exchange
+from tests.tools.report.test_training import audit, exchange
 from thinwire.telemetry.log import Log
 from thinwire.telemetry.sinks import Row
 from thinwire.tools.report.training import render

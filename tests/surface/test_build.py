@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import thinwire
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "thinwire" / "kernels"
 
@@ -84,3 +86,13 @@ def test_everything_that_is_installed_has_a_pinned_version() -> None:
     assert len(needed) > 50, "the walk found too few packages"
     unpinned = needed.keys() - set(map(canonicalize_name, pins)) - {"thinwire", "repopages"}
     assert not unpinned, f"run `make constraints`: {sorted(unpinned)} have no version in constraints.txt"
+
+
+def test_the_changelog_and_the_citation_have_the_version() -> None:
+    version = thinwire.__version__
+    newest = re.search(
+        r"^## \[(.*?)\] - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert newest is not None
+    assert newest[1] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

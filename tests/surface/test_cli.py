@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import thinwire
-from tests.unit import test_summary as summary
-from tests.unit.test_untrusted import Hostile
+from tests.checkpoint.test_untrusted import Hostile
+from tests.tools.bench import test_summary as summary
 from thinwire import UnavailableError
 from thinwire.tools.bench import load
 from thinwire.tools.bench.grid import Grid
@@ -91,11 +91,11 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("plan --model gpt-1m --hosts many --link 1gbit", 2, "hosts='many' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 0mbit", 2, "link='0mbit' must be above 0"),
         ("plan --model gpt-1m --hosts 2 --link 10furlongs", 2, "link='10furlongs' does not parse"),
-        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "link is missing"),
+        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "pass --link 100mbit"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --rtt 20", 2, "rtt='20' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --max-gap some", 2, "max-gap='some' does not parse"),
         ("plan --model no_such.module:build --hosts 2 --link 1gbit", 2, "ModuleNotFoundError"),
-        ("plan --hosts 2 --link 1gbit", 2, "give either --model"),
+        ("plan --hosts 2 --link 1gbit", 2, "pass either --model"),
         ("plan --parameters 7e9 --hosts 2 --link 1gbit", 2, "parameters needs --compute"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --compute 0s", 2, "compute='0s' must be above 0"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --programs ZeRO", 2, "cannot be planned"),
@@ -157,7 +157,7 @@ def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
     result = run(*words.split())
     assert result.exit_code == 0, result.output
     assert "(+1" in result.stdout  # twice the bytes that the log has
-    assert "give one, as --programs Int8" in run(*words.replace("BF16", "BF16,Int8").split()).stderr
+    assert "as --programs Int8" in run(*words.replace("BF16", "BF16,Int8").split()).stderr
 
 
 def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_results_file_of_the_users_own_code_is_checked_where_the_user_names_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    model, program = "tests.surface.test_cli:build", "tests.unit.test_contestants:Mine(k=3)"
+    model, program = "tests.surface.test_cli:build", "tests.tools.bench.test_contestants:Mine(k=3)"
     path = str(saved(tmp_path / "bench.json", model, program))
     result = run("plan", "--check", path, "--model", model, "--programs", program, "--json")
     assert result.exit_code == 0, result.output

@@ -41,10 +41,10 @@ from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
 from thinwire.errors import OptionError
 from thinwire.models.ddp.lookup import reducer_of, run_program
 from thinwire.models.ddp.reducer import Reducer, check_bucket
+from thinwire.programs.across_nodes import Within
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
-from thinwire.strategies.averaging.local_gradients import Within
 from thinwire.strategies.averaging.nodes import ranks_on_this_node
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, UnavailableError
-from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
@@ -30,7 +30,7 @@ class ThinwireCallback(Callback):
 
     It attaches when training starts, with the strategy `"ddp"` on any device. All ranks' state is in the
     checkpoints of the trainer, and a resumed run loads it, with any number of processes. Every
-    `log_every_n_steps` steps the figures of `Metrics` go to the trainer's loggers. Under `ZeRO`,
+    `log_every_n_steps` steps the figures of `Metrics` are sent to the trainer's loggers. Under `ZeRO`,
     `gradient_clip_val` is the norm over all ranks. The callback is moved before all others, so that at the
     end models are synchronised before a callback such as `WeightAveraging` replaces them.
 
@@ -62,6 +62,8 @@ class ThinwireCallback(Callback):
         existed.
         """
         ddp = _ddp_of(trainer)
+        # First in the list: at the end of training, models are synchronised before WeightAveraging replaces
+        # them.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         saved, self._saved = (self._saved if trainer.ckpt_path else None), None
         if saved is not None:
@@ -69,7 +71,7 @@ class ThinwireCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"scaler": scaler, **self._options}
         wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
-        if any(stage.trains_locally for stage in wire._runner.plan.stages):
+        if wire.attachment("attach").trains_locally:
             _check_weight_averaging(trainer)
         self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
         self.wire, self._metrics = wire, Metrics(wire)
@@ -138,7 +140,7 @@ def _ddp_of(trainer: Any) -> DistributedDataParallel:
         ddp = ddp_of(strategy.model)
     except AttachError as error:
         raise AttachError(
-            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: give"
+            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: use"
             ' Trainer(strategy="ddp", devices=2) or more devices or nodes. To shard the optimizer\'s state,'
             " use thinwire.ZeRO()"
         ) from error

@@ -11,8 +11,9 @@ Arithmetic is float32, every operation is rounded by itself, and sums are taken 
     error = x - decoded                       (of a mean: (mean - decoded) * world)
     into = into + (weight * decoded)
 
-Torch gives the same bits with one operation for each operator above. `add(..., alpha=)` does not, except with
-a factor of 1 or -1, because it may fuse two operations.
+Torch computes the same bits with one operation for each operator above. `add(..., alpha=)` does not, except
+with a factor of 1 or -1, because it may fuse two operations. Equal bits let ranks with and without native
+code train together, and let tests compare both paths.
 """
 
 import ctypes
@@ -69,8 +70,8 @@ def encode(
         residuals: Pieces to add to the values, or None.
         keep: Factor of the residuals.
         errors: Pieces to write x - decoded to, or None. They may be the values or the residuals themselves.
-        scales: ReprAsWritten, one number per block.
-        codes: ReprAsWritten, one row of bytes per block.
+        scales: Overwritten, one number per block.
+        codes: Overwritten, one row of bytes per block.
 
     Raises:
         OptionError: Sizes or dtypes do not fit.
@@ -105,8 +106,8 @@ def mean_encode(
         received: Scales and codes of the other ranks, in the order in which they are added.
         world: Divisor of the sum.
         errors: Pieces to write (mean - decoded) * world to, or None. They may be the values or the residuals.
-        scales: ReprAsWritten, one number per block. Not one of `received`.
-        codes: ReprAsWritten, one row of bytes per block. Not one of `received`.
+        scales: Overwritten, one number per block. Not one of `received`.
+        codes: Overwritten, one row of bytes per block. Not one of `received`.
 
     Raises:
         OptionError: Sizes or dtypes do not fit.
@@ -165,26 +166,11 @@ def add(
     _call_into("tw_add", kind, block, scales, codes, into, weight)
 
 
-def scale_finite(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor in place and return whether all products are finite, in one pass if possible.
-
-    Args:
-        x: Tensor of any real floating dtype, on any device.
-        factor: Factor.
-
-    Returns:
-        A scalar bool tensor on the device of `x`. The host has not read it.
-    """
-    if not addressable([x]):
-        return finite(x.mul_(factor))
-    return _flag(_library().tw_scale_finite(x.data_ptr(), x.numel(), factor))
-
-
 def finite(x: torch.Tensor) -> torch.Tensor:
     """Return whether all numbers of a tensor are finite.
 
-    Minimum and maximum propagate infinity and NaN. They are as fast as a sum, which huge finite numbers could
-    overflow.
+    Minimum and maximum propagate infinity and NaN. On a CPU they take about as long as a sum (155 against 131
+    us for a million numbers, one thread), which huge finite numbers could overflow.
 
     Args:
         x: Tensor of any real floating dtype, on any device.

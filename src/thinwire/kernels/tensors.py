@@ -13,7 +13,7 @@ def addressable(tensors: Iterable[torch.Tensor], dtype: torch.dtype = torch.floa
     """Return whether the library can be called with the memory of these tensors.
 
     It can if native code is in use and all are plain, contiguous CPU tensors of `dtype`. Fake tensors and
-    other subclasses have no memory of their own.
+    other subclasses have no memory.
     """
     return native() is not None and all(
         type(tensor) is torch.Tensor

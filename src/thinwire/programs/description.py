@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from thinwire.engine.comm.agreement import Described
 from thinwire.errors import OptionError
 
 Made = TypeVar("Made")
+Options = ParamSpec("Options")
 
 _WRITTEN = "_written"
 DERIVED_OPTIONS = "_unsaid"
@@ -45,10 +46,11 @@ class ReprAsWritten:
     """
 
     def __repr__(self) -> str:
-        return short(self)
+        # `short` shows an object without fields by its repr.
+        return short(self) if dataclasses.is_dataclass(self) else object.__repr__(self)
 
 
-def preset(make: Callable[..., Made]) -> Callable[..., Made]:
+def preset(make: Callable[Options, Made]) -> Callable[Options, Made]:
     """Decorate a function that makes programs, so that their repr is the call that made them.
 
     Its attribute `is_preset` is True: it may be called by name from a text, which other functions may not.
@@ -58,7 +60,7 @@ def preset(make: Callable[..., Made]) -> Callable[..., Made]:
     rest = next((one.name for one in taken if one.kind is inspect.Parameter.VAR_KEYWORD), "")
 
     @functools.wraps(make)
-    def named(*args: Any, **kwargs: Any) -> Made:
+    def named(*args: Options.args, **kwargs: Options.kwargs) -> Made:
         program = make(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
         more = given.pop(rest, {})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Program, Programs, ignores_order
+from thinwire.programs.program import Bucket, Program, Programs
 from thinwire.step.layout import BucketLayout, PendingBucket, run_of, scatter_back, together
 from thinwire.step.parts import BucketPart, parts_of
 from thinwire.step.transaction import StepTransaction
@@ -94,7 +94,7 @@ class BucketRunner:
         shared = run_of(part.names, bucket)
         if shared is None:
             return None
-        if not ignores_order(part.program) and not all(views[name].is_contiguous() for name in part.names):
+        if not part.program.ignores_order and not all(views[name].is_contiguous() for name in part.names):
             return None
         return replace(shared, exact=part.exact) if part.exact else shared
 

@@ -111,7 +111,7 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> No
         )
 
 
-def require_ddp(model: AttachedModel, what: object) -> Model:
+def require_ddp(model: object, what: object) -> Model:
     """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
     if isinstance(model, Model):
         return model

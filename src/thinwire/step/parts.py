@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from thinwire.programs.program import Program, Programs, by_program, carries_exact, preferred_bytes
+from thinwire.programs.program import Program, Programs, by_program
 
 _SMALL = 1 << 18
 """The largest exact parameter, in bytes, that waits for the last bucket to share a collective."""
@@ -28,7 +28,7 @@ class BucketPart(NamedTuple):
         Args:
             nbytes: The size of each parameter's gradient.
         """
-        wanted, total = preferred_bytes(self.program), sum(nbytes[name] for name in self.names)
+        wanted, total = self.program.preferred_bytes, sum(nbytes[name] for name in self.names)
         count = 1 if wanted is None else max(1, round(total / wanted))
         if count == 1:
             return [self]
@@ -64,7 +64,7 @@ def parts_of(names: tuple[str, ...], nbytes: Mapping[str, int], programs: Progra
     others = (name for name in names if name not in exact)
     lossy = by_program(others, programs.program, programs.exceptions)
     candidates = [program for program, _ in lossy] or [programs.program]
-    carrier = next((program for program in candidates if carries_exact(program)), None)
+    carrier = next((program for program in candidates if program.carries_exact), None)
     if carrier is None:
         deferred = frozenset(name for name in exact if nbytes[name] <= _SMALL)
         return [

@@ -30,6 +30,7 @@ from thinwire.programs.description import described, same_program, short
 from thinwire.programs.leftovers import carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE
 from thinwire.programs.program import Programs
+from thinwire.programs.wrapper import as_program
 from thinwire.step.accumulation import Accumulation
 from thinwire.step.model import AttachedReducer, refuse_unfrozen
 from thinwire.step.strategy import Configuration, Context, Strategy
@@ -71,6 +72,8 @@ class AttachedRun:
         self.plan = plan
         self.schedule_ended = False
         """Whether a swap or an audit has ended a schedule."""
+        self.awaits_optimizers = False
+        """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
         self.config: Configuration = plan.at(0)
         self.strategy: Strategy = self.bound(self.config)
         self._accumulation = Accumulation(context.model, self.steps.skipping)
@@ -147,14 +150,14 @@ class AttachedRun:
                 " every rank the same number of batches"
             )
         self.strategy.begin_step()
-        program, exceptions = self.config.gradient_program(), self.strategy.exceptions()
+        program, exceptions = as_program(self.config.gradient_program()), self.strategy.exceptions()
         exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
         if self.context.auditor.every:
             equal = self.strategy.replicas_equal
             self._findings = self.context.auditor.begin(self.steps.count) if equal else None
             program, exceptions = watched_all(program, exceptions, self._findings)
-        wrapped = {id(one): self.strategy.wrap(one) for one in (program, *exceptions.values())}
-        others = {name: wrapped[id(one)] for name, one in exceptions.items()}
+        wrapped = {id(own): as_program(self.strategy.wrap(own)) for own in (program, *exceptions.values())}
+        others = {name: wrapped[id(own)] for name, own in exceptions.items()}
         memory = self.context.memory
         self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)
         always = self.strategy.begins_steps or not self.strategy.supports_join

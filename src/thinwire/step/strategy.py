@@ -31,7 +31,7 @@ from thinwire.checkpoint.trees import same
 from thinwire.errors import AttachError, OptionError, StateError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import ReprAsWritten
-from thinwire.programs.program import Program
+from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.rules import Rules, exceptions_of
 from thinwire.step.model import AttachedModel, AttachedReducer
 
@@ -215,8 +215,6 @@ class Strategy:
 
     missing: str | None = None
     """The reason why the optimizer cannot step, if another rank's shard of its state was loaded."""
-    awaits_optimizers: bool = False
-    """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
 
     def __init__(self, config: Any, context: Context) -> None:
         self.config = config
@@ -243,7 +241,7 @@ class Strategy:
     def begin_forward(self) -> None:
         """Prepare for the forward pass in which a schedule has just started this strategy."""
 
-    def wrap(self, program: Program) -> Program:
+    def wrap(self, program: Program) -> ProgramFunction:
         """Return the program to run in this step in place of `program`.
 
         Args:

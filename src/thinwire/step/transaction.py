@@ -22,7 +22,7 @@ from thinwire.errors import ThinwireError
 from thinwire.models.ddp.internals import in_backward, queue_callback
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory, NoMemory, Staged
-from thinwire.programs.program import Bucket, Program, check_outcome, stateless
+from thinwire.programs.program import Bucket, Program, check_outcome
 from thinwire.step.skip_overflows import Skipping
 
 logger = logging.getLogger("thinwire")
@@ -227,7 +227,7 @@ class StepTransaction:
         self, step: _OpenTransaction, program: Program, bucket: Bucket, memory: Memory
     ) -> Collectives[torch.Tensor]:
         """Run the program, validate its outcome, and record the finiteness check, without a host read."""
-        outcome = yield from program(bucket, _NO_MEMORY if stateless(program) else step.staged(memory))
+        outcome = yield from program(bucket, _NO_MEMORY if program.stateless else step.staged(memory))
         check_outcome(program, outcome, bucket)
         step.finite.append(finite(outcome.mean) if outcome.finite is None else outcome.finite)
         return outcome.mean

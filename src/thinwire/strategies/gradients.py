@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from thinwire.programs.description import describe, short
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program, ProgramFunction
+from thinwire.programs.wrapper import as_program
 from thinwire.step.model import require_ddp
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 
@@ -12,23 +13,23 @@ from thinwire.step.strategy import Configuration, Context, Strategy, Target
 class Gradients(Configuration):
     """A gradient program as a configuration. `attach` wraps the user's program in it."""
 
-    program: Program
+    program: ProgramFunction
 
     def __repr__(self) -> str:
         return repr(self.program)
 
     @property
-    def described(self) -> Program:
+    def described(self) -> ProgramFunction:
         """The program, in place of this wrapper, for comparing ranks and for saving."""
         return self.program
 
     def validate(self, target: Target) -> None:
         """Raise OptionError if it is not a program, or does not fit the model."""
-        require_program(self.program)
+        program = as_program(self.program)
         if not target.model.reduces_gradients:
             require_ddp(target.model, short(self.program))
         describe(self.program)
-        check_fit(self.program, target.model.shapes(), target.model.group.size())
+        program.check(target.model.shapes(), target.model.group.size())
 
     def bind(self, context: Context) -> Strategy:
         """Return the strategy that runs the program on every bucket."""
@@ -36,7 +37,7 @@ class Gradients(Configuration):
 
     def gradient_program(self) -> Program:
         """Return the program."""
-        return self.program
+        return as_program(self.program)
 
     def with_gradient_program(self, program: Program) -> Configuration:
         """Return a configuration of another program."""
@@ -49,11 +50,11 @@ class GradientStrategy(Strategy):
     begins_steps = False
 
 
-def configuration_of(given: Program | Configuration) -> Configuration:
+def configuration_of(given: ProgramFunction | Configuration) -> Configuration:
     """Return a configuration unchanged, or wrap a gradient program in `Gradients`."""
     return given if isinstance(given, Configuration) else Gradients(given)
 
 
-def given_of(config: Configuration) -> Program | Configuration:
+def given_of(config: Configuration) -> ProgramFunction | Configuration:
     """Return the configuration as the user gave it to `attach`, the inverse of `configuration_of`."""
     return config.program if isinstance(config, Gradients) else config

@@ -7,11 +7,12 @@ from typing import TypeAlias
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.monitors.auditor import OnExcess
 from thinwire.programs.description import ReprAsWritten, describe
-from thinwire.programs.program import Program, require_program
+from thinwire.programs.program import Program, ProgramFunction
+from thinwire.programs.wrapper import as_program
 from thinwire.step.strategy import Configuration
 from thinwire.strategies.gradients import configuration_of
 
-Stage: TypeAlias = Program | Configuration
+Stage: TypeAlias = ProgramFunction | Configuration
 """A gradient program, or a configuration such as `DiLoCo(...)`."""
 
 
@@ -56,7 +57,7 @@ class Schedule(ReprAsWritten):
                 raise OptionError(f"{config!r} cannot be a stage: it chooses its program by itself")
         for step, stage in self.stages.items():
             if not isinstance(stage, Configuration):
-                require_program(stage, f"the stage from step {step}")
+                as_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
     def at(self, step: int) -> Stage:

@@ -1,4 +1,4 @@
-"""Reading of the logs that `JsonLines` writes. Arrays take a few bytes per step, for long training runs."""
+"""Training logs of `JsonLines`, read into arrays that take a few bytes per step."""
 
 import json
 import math
@@ -72,7 +72,7 @@ class Logged:
 
     Attributes:
         steps: The step of each value.
-        values: The values. NaN where one was not finite.
+        values: The values. NaN for non-finite ones.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -169,7 +169,7 @@ class Log:
         if self.rank not in (-1, rank):
             raise StateError(
                 f"rows of rank {rank} follow rows of rank {self.rank}, and bytes and times of several ranks"
-                " do not add up: give every rank its own file, as telemetry.watch(..., ranks='all') does"
+                " cannot be added: write one file per rank, as telemetry.watch(..., ranks='all') does"
                 f""", or split this one, as by grep '"rank": {rank},'"""
             )
         self.rank, self.world_size = rank, size
@@ -181,7 +181,7 @@ class Log:
             self._take_logged(row)
 
     def _take_logged(self, row: Row) -> None:
-        """Add what the training loop logged, and the program where it has changed."""
+        """Add the values that the training loop logged, and the program if it has changed."""
         for name, value in row.items():
             if name.startswith(LOGGED):
                 logged = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
@@ -255,7 +255,7 @@ def _count(row: Row, name: str) -> int:
 
 
 def _error(value: Any) -> float:
-    """Return an error or a norm. It is infinite where it is not a number."""
+    """Return an error or a norm. None and NaN are infinite."""
     error = _or(math.inf, value)
     return math.inf if math.isnan(error) else error
 

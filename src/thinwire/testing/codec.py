@@ -10,7 +10,7 @@ from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
 from thinwire.programs.allreduce import Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
-from thinwire.programs.program import Program, tracks_error
+from thinwire.programs.program import Program
 from thinwire.programs.twoshot import TwoShot
 from thinwire.testing.program import check_program
 
@@ -24,7 +24,7 @@ def check_codec(codec: Codec) -> None:
     - It accepts any length, shape and floating-point dtype.
     - Zeros are decoded to zeros.
     - The dtypes and shapes of an encoding depend only on its length.
-    - A non-finite input gives a non-finite output.
+    - A non-finite input is decoded to a non-finite output.
     - The encoding has the size that `wire_bits` declares.
     - With error feedback, the mean of the decoded numbers approaches the input.
     - Four simulated ranks receive the same mean, and nothing is lost between mean and errors.
@@ -33,7 +33,7 @@ def check_codec(codec: Codec) -> None:
         codec: The codec to check.
 
     Raises:
-        AssertionError: The codec breaks a rule, or raises. The message says which rule, and for which input.
+        AssertionError: The codec breaks a rule, or raises. The message names the rule and the input.
 
     Example::
 
@@ -66,7 +66,7 @@ def _round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 def _naming(codec: Codec, method: str, numbers: torch.Tensor) -> Iterator[None]:
     """Turn an exception of a codec into a failed check that names the input.
 
-    The traceback ends inside the codec, where only a slice of a block is left of the input.
+    The traceback ends inside the codec, which sees only blocks of the input.
     """
     try:
         yield
@@ -203,7 +203,7 @@ def _four_ranks(codec: Codec) -> None:
     for program in programs_for(codec):
         loses = 0.005 if isinstance(program, Reduced) else 1e-5
         check_program(program, loses=loses, tolerance=None)
-        if tracks_error(program):
+        if program.tracks_error:
             check_program(ErrorFeedback(program), loses=loses, tolerance=None)
 
 

@@ -132,6 +132,7 @@ def _rows(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
 
 def _reaching(book: Book, page: Page, programs: list[Program]) -> tuple[list[Program], str]:
     """Return the programs that use the page's modules, or else the nearest modules that import them."""
+    # A test of a caller is better evidence than none: widen to importers until a program uses one of them.
     reached = {module.name for module in page.modules}
     found, how = book.relations.using(programs, reached), "use it"
     while not found:
@@ -207,7 +208,7 @@ def _usage(book: Book, page: Page) -> str:
 
 
 def related(book: Book, page: Page) -> str:
-    """Return related pages of the same room, and sections of guides that mention the module's names."""
+    """Return related pages of the same package, and sections of guides that mention the module's names."""
     parts = []
     parent = page.name.rpartition(".")[0]
     nearby = [

@@ -1,4 +1,4 @@
-"""Pages of the site as Markdown: one for each module or room, the start page and the keyword index."""
+"""Pages of the site as Markdown: one for each module or package, the start page and the keyword index."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def module_page(book: Book, page: Page) -> str:
-    """Return the page of a module or an internal room."""
+    """Return the page of a module or an internal package."""
     parts = ["# " + page.name.replace("_", r"\_")]
     clashes = any(entry.name == page.name for entry in book.project.entries)
     if not clashes:  # a function with the name of its module, such as `attach`, owns the name
@@ -103,7 +103,7 @@ def _contents(book: Book) -> dict[str, list[str]]:
         "Guides": _in_reading_order(book, guides),
         "Subjects": _in_reading_order(book, [document for document in folders if document not in design]),
         "Public modules": public,
-        "Internal rooms": internal,
+        "Internal modules": internal,
         "Project": [*loose, *design, "keywords"],
     }
 
@@ -159,7 +159,7 @@ def llms_text(book: Book) -> str:
             title = re.search(r"^# (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             lines.append(f"- [{title[1] if title else document}]({document}.html)")
         lines.append("")
-    for heading, internal in (("Public modules", False), ("Internal rooms", True)):
+    for heading, internal in (("Public modules", False), ("Internal modules", True)):
         shown = [page for page in project.pages if page.internal == internal]
         if shown:
             lines.append(f"## {heading}")

@@ -61,6 +61,7 @@ class Names:
         return link
 
     def _find(self, name: str, module: Module, entry: Entry | None) -> str | None:
+        # Tried in turn: a member of the object itself, what its module imports or defines, names elsewhere.
         first, _, rest = name.partition(".")
         dotted = f"{module.imported[first]}.{rest}".rstrip(".") if first in module.imported else ""
         behind = self._project.resolve(dotted) if dotted else None

@@ -25,7 +25,7 @@ def metadata(book: Book, page: Page) -> str:
     rows = [
         ["path", path],
         ["size", f"{counted(sum(module.lines for module in modules), 'line')}, {size:.1f} KB"],
-        ["kind", "internal room" if page.internal and len(modules) > 1 else _kind(book, page)],
+        ["kind", "internal package" if page.internal and len(modules) > 1 else _kind(book, page)],
         ["public names", _public_names(page, len(entries))],
         [
             "tests",
@@ -52,7 +52,7 @@ def _kind(book: Book, page: Page) -> str:
         return f"drop-in replacement for `{replaced}`"
     if page.main.is_package:
         return "package"
-    return "module of an internal room; its public names are re-exported" if page.internal else "module"
+    return "module of an internal package; its public names are re-exported" if page.internal else "module"
 
 
 def purpose(book: Book, page: Page) -> str:
@@ -62,7 +62,7 @@ def purpose(book: Book, page: Page) -> str:
 
 
 def overview(book: Book, page: Page) -> str:
-    """Return the rest of the docstring, then the module's definitions, or each module of a room."""
+    """Return the rest of the docstring, then the definitions of the page's modules."""
     link = book.names.linker(page.main)
     parts = [markdown(story(book.doc(page.main).body)[0], link)]
     parts += [code(text) for text in _examples(book, page.main)]
@@ -129,7 +129,7 @@ def _inside(book: Book, page: Page, module: Module) -> str:
 
 
 def anchor_of(module: Module) -> str:
-    """Return the anchor of a module that is described on the page of its room."""
+    """Return the anchor of a module that is described on the page of its package."""
     return "module-" + re.sub(r"[^a-z0-9]+", "-", module.name.lower())
 
 
@@ -183,6 +183,7 @@ def _chain(book: Book, page: Page) -> list[str]:
     goal, start = {module.name for module in page.modules}, book.project.name
     if start in goal:
         return []
+    # Breadth first, in the order of names, so that the chain is a shortest one and the same in every build.
     known: dict[str, str] = {start: ""}
     frontier = [start] if start in book.project.modules else []
     while frontier:

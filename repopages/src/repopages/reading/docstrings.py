@@ -73,8 +73,9 @@ def _sections(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
             yield title, held
             title, held, underlined = name, [], not _HEADER.match(line)
         elif title and underlined and not held and _RULE.match(line):
-            continue
+            continue  # the rule below a heading of NumPy's style
         elif title and not underlined and line and not line.startswith((" ", "\t")):
+            # A section of Google's style ends where the indentation does; one of NumPy's at the next heading.
             yield title, held
             title, held = "", [line]
         else:
@@ -110,6 +111,7 @@ def _joined(lines: list[str]) -> str:
 def inline(text: str, link: Link) -> str:
     """Return one paragraph as Markdown. Code spans are linked, everything else is taken literally."""
     made, end = [], 0
+    # Between code spans every special character is escaped, so that `*args` or `<T>` in prose is no markup.
     for span in _SPAN.finditer(text):
         made += [_SPECIAL.sub(r"\\\1", text[end : span.start()]), link(" ".join(span["code"].split()))]
         end = span.end()
@@ -144,6 +146,7 @@ def _blocks(text: str, link: Link) -> Iterator[str]:
 def _paragraphs(text: str) -> Iterator[list[str]]:
     """Yield runs of lines: a paragraph, a list, or an indented block with its blank lines."""
     held: list[str] = []
+    # The last line is a mark that ends a run which is still open. It is cut off below.
     for line in [*textwrap.dedent(text).expandtabs().splitlines(), "end"]:
         indented = line.startswith(" ")
         in_code = bool(held) and held[0].startswith(" ")

@@ -34,9 +34,9 @@ class Page:
     """A page of the site.
 
     Attributes:
-        name: Dotted name of its module or room.
+        name: Dotted name of its module or package.
         modules: The module itself, then those that have no page of their own.
-        internal: Whether it is the page of an internal room.
+        internal: Whether it is the page of an internal package.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Page:
 
     @property
     def main(self) -> Module:
-        """The module or room that the page is named after."""
+        """The module or package that the page is named after."""
         return self.modules[0]
 
 
@@ -95,6 +95,7 @@ class Project:
     def _all_fields(self, module: Module, item: Item, depth: int = 8) -> tuple[Field, ...]:
         """Return the fields of a dataclass and of its bases in this package, in the constructor's order."""
         found: dict[str, Field] = {}
+        # As in the MRO, fields of the first base replace those of later ones.
         for base in reversed(item.bases) if depth else ():
             behind = self.resolve(f"{module.name}.{base}")
             if behind is not None:
@@ -120,31 +121,31 @@ class Project:
         return module.path.relative_to(self.root or self.folder.parent).as_posix()
 
     @cached_property
-    def public_rooms(self) -> set[str]:
+    def public_packages(self) -> set[str]:
         """Packages that users import from, in which any module has `__all__`.
 
         Without `__all__` anywhere, these are all packages whose names have no leading underscore.
         """
         packages = [module for module in self.modules.values() if module.is_package]
         stated = any(module.exports is not None for module in self.modules.values())
-        rooms = set()
+        public = set()
         for package in packages:
             inside = [
                 module
                 for module in self.modules.values()
-                if self.room(module.name) == self.room(package.name)
+                if self.subpackage(module.name) == self.subpackage(package.name)
             ]
             chosen = any(module.exports is not None for module in inside) if stated else True
             if package.name == self.name or (chosen and not _private(package.name)):
-                rooms.add(package.name)
-        return rooms
+                public.add(package.name)
+        return public
 
-    def room(self, module: str) -> str:
+    def subpackage(self, module: str) -> str:
         """Return the top-level folder of a module, or the package itself for modules directly in it."""
         parts = module.split(".")
-        room = ".".join(parts[:2])
-        known = self.modules.get(room)
-        return room if known is not None and known.is_package else self.name
+        package = ".".join(parts[:2])
+        known = self.modules.get(package)
+        return package if known is not None and known.is_package else self.name
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -157,6 +158,7 @@ class Project:
                     names.setdefault(f"{found[0].name}.{found[1].name}", []).append(f"{module.name}.{name}")
         made = []
         for canonical, public in names.items():
+            # The name that users type: with the fewest dots, then the shortest.
             first, *others = sorted(set(public), key=lambda name: (name.count("."), len(name), name))
             found = self.resolve(canonical)
             assert found is not None, "it was found by this name above"
@@ -170,7 +172,7 @@ class Project:
             yield from module.exports
             return
         parent = module.name.rpartition(".")[0]
-        listed = not _private(module.name) and parent in {*self.public_rooms, ""} - self._facades
+        listed = not _private(module.name) and parent in {*self.public_packages, ""} - self._facades
         if listed and module.name not in self._exported_from:
             for item in module.items:
                 if item.public and item.kind != "data" and not item.name.startswith("__"):
@@ -202,7 +204,7 @@ class Project:
         """Return the module and the definition behind a dotted name, through re-exports, or None."""
         base, _, name = dotted.rpartition(".")
         module = self.modules.get(base)
-        if module is None or not depth:
+        if module is None or not depth:  # modules that re-export each other's names would recurse for ever
             return None
         item = module.item(name)
         if item is not None and item.kind != "data":
@@ -218,16 +220,20 @@ class Project:
         defining = {entry.module.name for entry in self.entries}
         own: dict[str, list[Module]] = {}
         rest: dict[str, list[Module]] = {}
+        # A module has a page of its own if users import from it or if it defines a public name. Others are
+        # described together, on the page of their top-level package.
         for module in self.modules.values():
-            room = self.room(module.name)
+            package = self.subpackage(module.name)
             parent = module.name if module.is_package else module.name.rpartition(".")[0]
-            listed = parent in self.public_rooms and not _private(module.leaf)
-            if listed or module.name in defining or module.name == room:
+            listed = parent in self.public_packages and not _private(module.leaf)
+            if listed or module.name in defining or module.name == package:
                 own[module.name] = [module]
             else:
-                rest.setdefault(room, []).append(module)
-        for room, modules in rest.items():
-            own.setdefault(room, [self.modules[room]] if room in self.modules else []).extend(modules)
+                rest.setdefault(package, []).append(module)
+        for package, modules in rest.items():
+            own.setdefault(package, [self.modules[package]] if package in self.modules else []).extend(
+                modules
+            )
         return [
             Page(name=name, modules=tuple(modules), internal=self._is_internal(name))
             for name, modules in sorted(own.items())
@@ -236,7 +242,7 @@ class Project:
     def _is_internal(self, name: str) -> bool:
         behind_facade = name.rpartition(".")[0] in self._facades and not self.modules[name].is_package
         hidden = behind_facade and not self.entries_of[name]
-        return hidden or self.room(name) not in self.public_rooms
+        return hidden or self.subpackage(name) not in self.public_packages
 
     @cached_property
     def page_of(self) -> dict[str, Page]:

@@ -28,7 +28,7 @@ class Built:
 
     Attributes:
         folder: Its folder.
-        pages: Number of pages about modules and rooms.
+        pages: Number of pages about modules and internal packages.
         keywords: Number of keywords.
         warnings: Sphinx's warnings, then the links that lead nowhere.
     """
@@ -60,6 +60,7 @@ def build(path: str, out: Path) -> Built:
     require_sphinx()
     book = Book(Project.find(path))
     _make_room(out)
+    # Sphinx reads a folder outside the checkout, so that a build writes nothing beside the sources.
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "sources"
         write_sources(book, sources)
@@ -191,7 +192,7 @@ def _configuration(book: Book) -> dict[str, object]:
         "python_maximum_signature_line_length": 88,
         "python_use_unqualified_type_names": True,
         "toc_object_entries": False,
-        "nitpicky": True,
+        "nitpicky": True,  # a name that a page links to and the site lacks is a warning
         "documented_names": book.names,
         "language": "en",
         "pygments_style": "default",

@@ -1,4 +1,7 @@
-"""Pages of highlighted source, one for each module, with an anchor for every line."""
+"""Pages of highlighted source, one for each module, with an anchor for every line.
+
+They are written without Sphinx, which would render the whole sidebar on each of hundreds of pages.
+"""
 
 from html import escape
 from pathlib import Path

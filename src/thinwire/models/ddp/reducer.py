@@ -15,7 +15,7 @@ from thinwire.errors import UnavailableError, WireError
 from thinwire.models.ddp.internals import in_backward, reduced_parameters
 from thinwire.models.ddp.model import Model, parameters_of
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Program, Programs, ignores_order, preferred_bytes
+from thinwire.programs.program import Bucket, Program, Programs
 from thinwire.programs.sparse_gradients import require_sparse
 from thinwire.step.buckets import BucketRunner
 from thinwire.step.connection import Connection
@@ -99,7 +99,7 @@ class Reducer(BucketRunner):
         bucket = self._describe(grad_bucket, index)
         if bucket.buffer.is_sparse:  # of a torch-named hook: attach accepts dense gradients only
             require_sparse(programs.program, bucket)
-        small = not programs.sliced or bucket.buffer.nbytes < (preferred_bytes(programs.program) or math.inf)
+        small = not programs.sliced or bucket.buffer.nbytes < (programs.program.preferred_bytes or math.inf)
         whole = self.layout.held is None and self.layout.again is None and not programs.exceptions
         if small and whole and _in_order(programs.program, grad_bucket.parameters()):
             future = self.steps.submit(programs.program, bucket, memory, last)
@@ -187,7 +187,7 @@ def _reduced_count(ddp: DistributedDataParallel) -> int:
 
 def _in_order(program: Program, parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a program can work on DDP's own layout of these parameters."""
-    return ignores_order(program) or all(parameter.is_contiguous() for parameter in parameters)
+    return program.ignores_order or all(parameter.is_contiguous() for parameter in parameters)
 
 
 def check_bucket(bucket: object) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from thinwire.engine.comm.agreement import SetUp, agree_on
-from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import local_part, pack, unpack
 from thinwire.errors import ThinwireError, UnavailableError, WireError
 from thinwire.models.ddp.internals import queue_callback
@@ -28,10 +27,11 @@ from thinwire.models.fsdp import internals
 from thinwire.models.fsdp.model import ShardedModel, refuse_hooks
 from thinwire.models.fsdp.shards import Shards, ShardSteps
 from thinwire.models.fsdp.watch import watch
+from thinwire.programs.allreduce import Alone
 from thinwire.programs.finite import all_true
 from thinwire.programs.finite import finite as is_finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Programs
+from thinwire.programs.program import Bucket, Programs
 from thinwire.step.buckets import BucketRunner
 from thinwire.step.connection import Connection
 
@@ -205,7 +205,7 @@ class ShardReducer(BucketRunner):
             future = self._run_parts(programs, bucket, bucket.views(), memory, last)
             self._sent.append((bucket, gradients, future))
         elif last:
-            self.steps.submit(_unchanged, bucket, memory, True)
+            self.steps.submit(Alone(), bucket, memory, True)
         if last:
             self._close()
 
@@ -298,9 +298,3 @@ def _flat(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
         return pack(tensors)
     return first.as_strided((sum(one.numel() for one in tensors),), (1,))
-
-
-def _unchanged(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-    """Send nothing, for a rank that has no numbers in a step's last group."""
-    return Outcome(bucket.buffer)
-    yield  # a program is a generator

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from thinwire.checkpoint.averaged_state import checked, means_like, merge_averager_states, position
 from thinwire.checkpoint.trees import copied
 from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS
@@ -12,7 +13,8 @@ from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, StateError
 from thinwire.monitors.auditor import watched_all
 from thinwire.monitors.replicas import compare_replicas, fingerprints
-from thinwire.programs.allreduce import Exact
+from thinwire.programs.across_nodes import Within
+from thinwire.programs.allreduce import Alone, Exact
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
@@ -22,12 +24,10 @@ from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenl
 from thinwire.strategies.averaging.exchange import ModelExchange, check_finite
 from thinwire.strategies.averaging.exchange_id import ExchangeId
 from thinwire.strategies.averaging.in_flight import InFlight, keep, kept
-from thinwire.strategies.averaging.local_gradients import Alone, Within
 from thinwire.strategies.averaging.local_parts import LocalParts, no_autograd
 from thinwire.strategies.averaging.peers import AveragingGroup
 from thinwire.strategies.averaging.policy import Average, Averaging
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, reset_states, share_buffers
-from thinwire.strategies.averaging.state import checked, means_like, merged, position
 from thinwire.strategies.averaging.training_steps import TrainingSteps
 
 _KEY = "averaging"
@@ -210,7 +210,7 @@ class Averager(Strategy):
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' entries. Models become their mean."""
-        return {_KEY: merged([each.get(_KEY) for each in entries])}
+        return {_KEY: merge_averager_states([each.get(_KEY) for each in entries])}
 
     def position(self, state: Mapping[str, Any]) -> str:
         """Describe the point of averaging at which a state was saved."""

@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import check_no_scaler
-from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
+from thinwire.checkpoint.gather import collect
+from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merge_optimizer_states
 from thinwire.checkpoint.validate import check_tensor
 from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
@@ -22,11 +23,10 @@ from thinwire.errors import StateError, UnavailableError
 from thinwire.models.ddp.model import remove_handles
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
 from thinwire.step.model import refuse_unfrozen, require_ddp
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
-from thinwire.strategies.zero.collect import collect
 from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
 from thinwire.strategies.zero.overlap import Usage
 from thinwire.strategies.zero.owner_step import Versions, gradients_in, norm_of, step_some, total_norm
@@ -105,7 +105,7 @@ class Sharder(Strategy):
         remove_handles(self._usage.handles if self._usage is not None else [])
         self._engine.close()
 
-    def wrap(self, program: Program) -> Program:
+    def wrap(self, program: Program) -> ProgramFunction:
         """Return a program that reduces a bucket's gradients to their owners by `program`."""
         return partial(self._reduce, program)
 
@@ -222,7 +222,9 @@ class Sharder(Strategy):
             return self._nothing()
 
         self._run(collecting(), "the optimizer's state")
-        return None if self._rank != to else merged([{**own, "state": state} for state in states])
+        if self._rank != to:
+            return None
+        return merge_optimizer_states([{**own, "state": state} for state in states])
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Mark a saved optimizer state as this rank's shard."""

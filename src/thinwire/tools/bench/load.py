@@ -1,4 +1,4 @@
-"""How busy this machine was while something was timed, and the threads that it was timed with."""
+"""The load of this machine during a measurement, and the number of threads that it used."""
 
 import math
 import os
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 _SLACK = 0.25
-"""Cores of background work that does not count as busy."""
+"""Cores of background work that do not make a machine busy."""
 _THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load of a machine while something was timed.
+    """The load of a machine during a measurement.
 
     Attributes:
         cores: The cores of the machine.
-        others: Cores that other processes and other guests of the host used on average. None if not known.
+        others: Cores that other processes and other guests of the host used on average. None if unknown.
         needed: Cores that the timed work could use. Infinite for all of them.
     """
 
@@ -55,8 +55,8 @@ class LoadMeter:
 
     Args:
         needed: Cores that the timed work could use. Infinite for all of them.
-        copies: Processes on the machine that do the timed work, as the ranks of a host. Each is taken to
-            use as much as this one.
+        copies: Processes of the timed work on this machine, such as ranks. Each is assumed to use as
+            much as this one.
     """
 
     def __init__(self, needed: float = math.inf, copies: int = 1) -> None:
@@ -75,17 +75,18 @@ class LoadMeter:
 
 
 def machine_seconds() -> float | None:
-    """Return the CPU seconds that all processes have used, and those that the host gave to other guests.
+    """Return the CPU seconds of all processes and those stolen by other guests of the host.
 
     Returns:
-        The seconds since boot. None where the system does not tell, as outside of Linux.
+        The seconds since boot. None if the system does not report them, as outside of Linux.
     """
     try:
         line = Path("/proc/stat").read_text().partition("\n")[0]
         user, nice, system, _, _, _, _, steal = (int(ticks) for ticks in line.split()[1:9])
     except (OSError, ValueError):
         return None
-    # Without interrupts: those of the timed work's own packets are not counted as time of its processes.
+    # Interrupts are left out. Those of the timed work's own packets are booked to no process, so they would
+    # look like other processes' load.
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -106,7 +107,7 @@ class Timing:
 
     Args:
         threads: The number of threads.
-        why: Why so many, in words.
+        why: The reason for this number, as text.
     """
 
     def __init__(self, threads: int, why: str) -> None:
@@ -137,11 +138,11 @@ class Timing:
 
 @contextmanager
 def measuring() -> Iterator[Timing]:
-    """Compute with as many threads as a rank does in training, and watch the load of the machine.
+    """Compute with as many threads as a rank does in training, and measure the load of the machine.
 
-    The threads are OMP_NUM_THREADS, or one, as torchrun sets it for several ranks of a host. With a thread
-    for every core, threads wait for each other as soon as another process needs a core, and a step takes
-    many times as long as in training.
+    The number is OMP_NUM_THREADS, or one, as torchrun sets it for several ranks of a host. With a thread for
+    every core, threads wait for each other as soon as another process needs a core, and a step takes many
+    times as long as in training.
 
     Yields:
         The circumstances, complete when the context ends.

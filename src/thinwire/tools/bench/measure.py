@@ -1,11 +1,14 @@
 """The measurement of one cell, as run by every rank.
 
-In each round every contestant takes one step, in random order. A step is timed from a barrier to the end of
-the optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is
-the sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after
-all rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
+Contestants are interleaved in one process: in each round every contestant takes one step, in random order.
+Separate runs drift by more than the differences to measure. A step is timed from a barrier to the end of the
+optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is the
+sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after all
+rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
 
-Losses do not depend on the network. They can be trained over a fast one, with overtime counted in steps.
+Interleaved contestants share their memory, so peak memory is measured separately, in one fork each
+(`memory`). Losses do not depend on the network. They can be trained over a fast one, with overtime counted in
+steps.
 """
 
 import copy
@@ -85,7 +88,7 @@ def measure(
         workload: The model and its data.
         contestants: The ways to train.
         steps: The number of rounds.
-        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        bucket_mb: DDP's bucket size. None for the best one of each contestant.
         on_round: Called after every round.
         overtime: The limit within which contestants keep training until they reach plain DDP's loss:
             `"time"` is plain DDP's wall time, `"steps"` five times its steps. None for no overtime.
@@ -96,7 +99,9 @@ def measure(
     start = _broadcast(workload.model().to(device()))
     entries = [enter(contestant, copy.deepcopy(start), workload, bucket_mb) for contestant in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
-    shuffled = random.Random(0)  # the same order on every rank
+    # A new random order in each round, the same on every rank: a contestant's step warms caches and
+    # connections for the next one, and a fixed order would always favour the same contestants.
+    shuffled = random.Random(0)
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
     for step in range(steps):
         if step in evaluate_at:
@@ -160,7 +165,7 @@ def enter(contestant: Contestant, model: nn.Module, workload: Workload, bucket_m
         contestant: The way to train.
         model: A model that is equal on all ranks.
         workload: Makes the optimizer.
-        bucket_mb: DDP's bucket size. None to use the one that suits the contestant.
+        bucket_mb: DDP's bucket size. None for the best one of the contestant.
     """
     track = Track(contestant.name, contestant.kind, contestant.text, contestant.rival)
     if contestant.kind == "alone":
@@ -194,7 +199,7 @@ def train_step(entry: Entry, workload: Workload, step: int) -> float:
 def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
     """Measure time and bytes of one step.
 
-    The second barrier waits for the other ranks, so that their bytes are not counted for the next contestant.
+    The second barrier waits for the other ranks, so that their bytes are not booked to the next contestant.
     """
     counted = entry.wire.stats() if entry.wire else None
     if entry.first_gradient:
@@ -224,7 +229,7 @@ def _evaluate(entries: list[Entry], workload: Workload, step: int) -> None:
 
 
 def _read_meter(track: Track, before: Stats, after: Stats) -> None:
-    """Record what a wire has counted in one step: its gradients, and models or parameters if it sent any."""
+    """Record the counters of one step: gradients, and models or parameters if any were sent."""
     track.meter_bytes.append(after.bytes_sent - before.bytes_sent)
     if after.last is None or after.last.encode_seconds is not None:
         track.encode_seconds.append(after.encode_seconds - before.encode_seconds)
@@ -233,7 +238,7 @@ def _read_meter(track: Track, before: Stats, after: Stats) -> None:
 
 
 def _join(own: Track) -> Track:
-    """Join the tracks of all ranks. Times of the slowest rank count for a step, other values are means."""
+    """Join the tracks of all ranks. Step times are those of the slowest rank, other values are means."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
@@ -250,7 +255,7 @@ def held_out_losses(models: list[tuple[nn.Module, bool]], workload: Workload) ->
     """Return the held-out loss of each model, averaged over the batches of all ranks. Collective.
 
     Args:
-        models: Models, each with whether ranks train it apart, so that its average is evaluated.
+        models: Models, each with True if ranks train it separately, so that its average is evaluated.
         workload: The data.
     """
     held_out = workload.held_out or (lambda rank, number: workload.batch(rank, _HELD_OUT_FROM + number))

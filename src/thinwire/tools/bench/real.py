@@ -61,7 +61,7 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
             reported[kind] = value
 
     losses = []
-    with redirect_stdout(sys.stderr):  # stdout is for results, not for prints of the user's model
+    with redirect_stdout(sys.stderr):  # stdout is for results, and the user's model may print
         with served_store():
             work(grid.task(memory=True), listen)
             for seed in range(1, grid.seeds):

@@ -1,4 +1,8 @@
-"""The results file of a benchmark. It holds raw measurements, from which all figures are derived."""
+"""The results file of a benchmark.
+
+It holds raw measurements. Figures are derived when it is read, so that a wrong formula can be fixed without
+measuring again.
+"""
 
 import dataclasses
 import json
@@ -13,7 +17,7 @@ from thinwire.errors import StateError
 
 FORMAT = 1
 _LARGEST, _SHORTEST, _MOST_HOSTS, _MOST_SHOWN = 1e40, 1e-9, 1 << 16, 80
-"""Limits of a file's numbers, so that no figure overflows, and of what an error shows of a value."""
+"""Limits of a file's numbers, so that no figure overflows, and of a value's length in errors."""
 _POINTS = list[tuple[int, float | None]]
 _IN_FILE: dict[str, Any] = {
     "losses": _POINTS,
@@ -52,7 +56,7 @@ class Track:
         peak_memory: Peak bytes of a process that trains only this contestant.
         bucket_mb: The size of DDP's buckets. None for DDP's default, or without DDP.
         cycle: The number of steps after which costs repeat. None if they do not repeat.
-        averages_models: Whether ranks train models of their own between averages.
+        averages_models: Whether ranks train separate models between averages.
     """
 
     name: str
@@ -112,9 +116,8 @@ class Cell:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Cell":
         """Rebuild a cell from the plain values of `dataclasses.asdict`."""
-        known = {attribute.name for attribute in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
-        cell = Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": []})
+        cell = Cell(**{**data, "tracks": []})
         _check_types(cell, f"cell {_short(cell.key)}")
         for track in tracks:
             _check_types(track, f"{_short(track.name)} in cell {_short(cell.key)}")
@@ -193,7 +196,7 @@ class Results:
 
 
 class _DamagedError(Exception):
-    """A value that no benchmark writes."""
+    """Raised for a value that no benchmark writes."""
 
 
 def _check_types(made: Any, what: str) -> None:

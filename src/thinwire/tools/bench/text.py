@@ -20,7 +20,7 @@ SHORT_LEGEND = (
 LEGEND = (
     "step: median time of forward, backward and update; of averaged models the mean over a period. speed-up:"
     " against plain DDP, median of the rounds' ratios (quartiles). vs BF16, vs torch: the same against BF16()"
-    " and against torch's own for this purpose. buckets: size of DDP's buckets. link floor: bytes /"
+    " and against torch's counterpart. buckets: size of DDP's buckets. link floor: bytes /"
     " bandwidth. floor: max(compute, time of the first gradient + bytes / bandwidth + optimizer); of averaged"
     " models max(compute, bytes / bandwidth). vs floor: step over floor. loss: held-out loss after equal"
     " steps (± over seeds), of averaged models that of the average; vs DDP: against plain DDP's. loss at"

@@ -1,4 +1,7 @@
-"""The command line's output. Data goes to stdout, everything else to stderr. rich respects NO_COLOR."""
+"""The command line's output: consoles, JSON, pages and tables.
+
+Data is printed to stdout, everything else to stderr. rich respects NO_COLOR.
+"""
 
 import json
 import sys
@@ -56,7 +59,7 @@ def check_writable(path: Path) -> None:
         raise OptionError(f"out={str(path)!r} is a device: pass the name of a file")
     try:
         with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
-            return  # the permissions alone do not tell: root has them all, and /proc has no files
+            return  # permissions alone are not enough: root has all of them, and /proc holds no files
     except OSError as error:
         raise OptionError(
             f"out={str(path)!r} cannot be written ({error.strerror}): choose another place"

@@ -40,7 +40,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--up", help="Rate at which a host sends, if it differs from --link.")
 @click.option("--down", help="Rate at which a host receives, if it differs from --link.")
 @click.option("--rtt", default="0.2ms", show_default=True, help="Round trip between two hosts.")
-@click.option("--steps", type=int, help="Steps of the training, to tell how long it takes.")
+@click.option("--steps", type=int, help="Steps of the training, for its predicted duration.")
 @click.option(
     "--programs", help="Programs to compare, as for thinwire bench.  [default: those with known loss]"
 )
@@ -64,10 +64,10 @@ _FILE = click.Path(path_type=Path)
     help="Write a page of curves over hosts and bandwidth.  [default: plan.html]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> None:
+def plan(as_json: bool, check: Path | None, plot: Path | None, **options: Any) -> None:
     """Predict whether compression pays on a network, and recommend a program or none.
 
-    One forward and backward is measured here, unless --compute gives its time, and so is the speed of every
+    One forward and backward is measured here, unless --compute passes its time, and so is the speed of every
     program. Bytes come from the programs themselves. Under torchrun the network between the ranks is probed.
 
     \b
@@ -77,7 +77,7 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> 
     thinwire plan --check bench.json
     torchrun --nnodes 2 ... -m thinwire plan --model mypackage.train:build
     """  # noqa: D301 - click needs the control character \b, not a raw string
-    request = Request(**given)
+    request = Request(**options)
     if check is not None and not is_log(check):
         results = Results.load(check)
         with measuring():

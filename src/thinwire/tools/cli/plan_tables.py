@@ -23,7 +23,7 @@ SIZES = ("plain DDP", "bytes", "computing", "step", "speed-up", "bytes", "comput
 
 Plan = tuple[Network, list[Row], Recommendation]
 Checks = dict[str, list[Prediction]]
-"""Predictions by the name of what was measured."""
+"""Predictions by the name of the measurement."""
 
 
 def lines_of(advice: Recommendation) -> Lines:
@@ -93,8 +93,8 @@ def check_results(results: Results, model: str | None, named: Collection[str]) -
 
     Args:
         results: The results.
-        model: The model that the user named. Another one that is code is not imported.
-        named: The programs that the user named. Others that are code are not imported.
+        model: The model that the user named. The code of another one is not imported.
+        named: The programs that the user named. The code of others is not imported.
 
     Raises:
         StateError: No cell has measurements.
@@ -125,11 +125,11 @@ def check_log(request: Request, log: Log) -> Prediction:
     """Return the prediction for a training log.
 
     Raises:
-        OptionError: The options name no single program, which a log does not tell.
+        OptionError: The options do not name exactly one program.
     """
     candidates = request.candidates() if request.programs else []
     if len(candidates) != 1:
-        raise OptionError("check of a log needs the program that ran: give one, as --programs Int8")
+        raise OptionError("pass --programs: a check of a log needs the program that ran, as --programs Int8")
     network = request.network(log.world_size) if request.hosts is None else request.networks()[0]
     return predict_log(log, request.planner(network.ranks), candidates[0], network)
 

@@ -1,4 +1,4 @@
-"""The HTML page of a plan: curves over world sizes and rates of links, and what to use where."""
+"""Plans over many world sizes and rates of links, and their HTML page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Scale:
     """Plans over world sizes at one link, and over rates at one world size.
 
     Attributes:
-        network: The link that was given, with the largest world size.
+        network: The link that the user described, with the largest world size.
         sizes: The world sizes.
         rates: The rates of links, headers included.
         by_size: A curve over world sizes for each candidate, plain DDP first.
@@ -66,10 +66,10 @@ def scale(
 
     Args:
         planner: The planner.
-        candidates: What to compare with plain DDP.
-        networks: The network that was given, once for each world size.
+        candidates: The ways to train that are compared with plain DDP.
+        networks: The network that the user described, once for each world size.
         known: Measured loss gaps.
-        limits: What recommendations must respect.
+        limits: The constraints of recommendations.
     """
     every = [PLAIN_DDP, *candidates]
     largest = networks[-1]
@@ -101,7 +101,7 @@ def render(found: Scale, command: str, model: str) -> str:
     Args:
         found: The plans.
         command: The command line that made them.
-        model: The model, in words.
+        model: A description of the model.
     """
     link = found.network.link
     there = f"{show_rate(float(f'{link.up:.3g}'))} for data, {show_seconds(2 * link.latency)} round trip"
@@ -121,7 +121,7 @@ def render(found: Scale, command: str, model: str) -> str:
 
 
 def _advice(found: Scale) -> str:
-    """Return a table of what to use, by world size and rate."""
+    """Return a table of recommendations by world size and rate."""
     body = "".join(
         f"<tr><th scope='row'>{count} hosts</th>{cells(_use(advice) for advice in row)}</tr>"
         for count, row in zip(found.sizes, found.advice, strict=True)
@@ -135,7 +135,7 @@ def _advice(found: Scale) -> str:
 
 
 def _use(advice: Recommendation) -> str:
-    """Return the program and its alternative in few letters, as there are many columns."""
+    """Return the program and its alternative in few letters, because the table has many columns."""
     if advice.row is None:
         return "don't"
     return "\nor ".join(_short(row) for row in (advice.row, advice.alternative) if row)
@@ -182,5 +182,5 @@ def _figure(
 
 
 def _dash(number: int) -> str:
-    """Return a line's pattern, as there are more lines than colours."""
+    """Return a line's pattern. There are more lines than colours."""
     return "solid" if number <= len(COLOURS) else "dash"

@@ -12,9 +12,9 @@ from thinwire.tools.report.training_figures import figures
 from thinwire.tools.report.training_summary import Event, Summary, summarise
 
 _GAIN = 1.02
-"""The least ratio of step times that counts as a gain."""
+"""Step times must differ by this ratio to be a gain."""
 _STUCK = 3
-"""Losses in a row that are not finite from which training has failed."""
+"""Consecutive non-finite losses after which training has failed."""
 _PROGRAMS = 4
 """The most programs that are listed."""
 
@@ -104,7 +104,7 @@ def verdict(log: Log, summary: Summary) -> str:
 
 
 def _spoilt(log: Log, summary: Summary) -> str:
-    """Return what makes the training itself fail, or an empty text."""
+    """Return the reason why training failed, or an empty text."""
     if summary.stuck:
         return "Training makes no progress: the log ends with overflows."
     loss = log.logged.get("loss")
@@ -114,7 +114,7 @@ def _spoilt(log: Log, summary: Summary) -> str:
     since = finite[-1] + 1 if finite else 0
     if len(loss.values) - since < _STUCK:  # a single one is of a skipped step
         return ""
-    return f"Training failed: the loss is not finite since step {loss.steps[since]:,}."
+    return f"Training failed: the loss is non-finite since step {loss.steps[since]:,}."
 
 
 def facts(log: Log, summary: Summary) -> list[tuple[str, str]]:

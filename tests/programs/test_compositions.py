@@ -1,0 +1,151 @@
+"""Programs within programs: what is accepted works in every phase, and promises hold for one class alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.simulated import normal
+from thinwire import (
+    BF16,
+    FP16,
+    AcrossNodes,
+    Bucket,
+    Cast,
+    Collectives,
+    ErrorFeedback,
+    Exact,
+    Gathered,
+    Int8,
+    LargestEntries,
+    Memory,
+    OptionError,
+    Outcome,
+    Partition,
+    PowerSGD,
+    Program,
+    ProgramError,
+    Quantize,
+    RandomEntries,
+    Reduced,
+    SparseMean,
+    TwoShot,
+    Warmup,
+)
+from thinwire.programs.memory import RESIDUAL, NoMemory
+from thinwire.testing import SimulatedRanks, check_program
+
+SHAPES = {"w": (16, 12), "v": (4, 30), "b": (9,)}
+LENGTH = 16 * 12 + 4 * 30 + 9
+WRAPPERS: dict[str, Callable[[Program], Program]] = {
+    "ErrorFeedback": ErrorFeedback,
+    "half ErrorFeedback": lambda program: ErrorFeedback(program, keep=0.5),
+    "Warmup": lambda program: Warmup(program, steps=2),
+    "Partition by default": lambda program: Partition([("b", Exact())], default=program),
+    "Partition by rule": lambda program: Partition([("w", program)], default=TwoShot(Quantize())),
+    "AcrossNodes": lambda program: AcrossNodes(program, node_size=2),
+}
+PROGRAMS: dict[str, Program] = {
+    "Exact": Exact(),
+    "BF16": BF16(),
+    "Int8": Int8(),
+    "TwoShot": TwoShot(Quantize(bits=4, block=16)),
+    "TwoShot of bf16": TwoShot(Cast(torch.bfloat16)),
+    "Gathered": Gathered(LargestEntries(ratio=0.2, block=10)),
+    "SparseMean": SparseMean(LargestEntries(ratio=0.2, block=10)),
+    "Reduced": Reduced(RandomEntries(ratio=0.25)),
+    "PowerSGD": PowerSGD(rank=2, min_compression=1, warmup=3),
+    "Warmup": Warmup(TwoShot(Quantize()), steps=3),
+}
+
+
+@pytest.mark.parametrize("inner", WRAPPERS)
+@pytest.mark.parametrize("outer", WRAPPERS)
+def test_a_composition_is_refused_at_once_or_runs_in_every_phase(outer: str, inner: str) -> None:
+    for name, innermost in PROGRAMS.items():
+        try:
+            program = WRAPPERS[outer](WRAPPERS[inner](innermost))
+            program.check({key: torch.Size(shape) for key, shape in SHAPES.items()}, 4)
+        except OptionError:
+            continue
+        ranks = SimulatedRanks(program, SHAPES, 4, {"b"} if program.carries_exact else ())
+        for step in range(6):  # through each warm-up and beyond
+            means = [outcome.mean for outcome in ranks.step(list(normal(step, 4, LENGTH).bfloat16()))]
+            assert all(mean.dtype == torch.bfloat16 and mean.isfinite().all() for mean in means), (name, step)
+            assert all(torch.equal(mean, means[0]) for mean in means), (name, step)
+
+
+@pytest.mark.parametrize("inner", ["none", "Warmup", "Partition by default", "Partition by rule"])
+def test_error_feedback_loses_nothing_of_what_it_accepts(inner: str) -> None:
+    for name, innermost in PROGRAMS.items():
+        program = innermost if inner == "none" else WRAPPERS[inner](innermost)
+        if not program.tracks_error:
+            with pytest.raises(OptionError, match="does not report all of it"):
+                ErrorFeedback(program)
+            continue
+        ranks = SimulatedRanks(ErrorFeedback(program), SHAPES, 4)
+        exact, applied = torch.zeros(LENGTH), torch.zeros(LENGTH)
+        for step in range(12):
+            gradients = list(normal(step, 4, LENGTH))
+            exact += torch.stack(gradients).mean(0)
+            applied += ranks.step(gradients)[0].mean
+        waiting = torch.stack([ranks.kept(rank, RESIDUAL) for rank in range(4)]).mean(0)
+        assert (exact - applied - waiting).norm() <= 1e-5 * exact.norm(), name
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        BF16(),
+        FP16(),
+        Warmup(BF16(), steps=3),
+        Warmup(PowerSGD(), steps=3),
+        Partition([("w", Int8())]),
+        Partition([], default=PowerSGD()),
+    ],
+    ids=str,
+)
+def test_error_feedback_refuses_what_cannot_report_its_error(program: Program) -> None:
+    with pytest.raises(OptionError, match=r"Warmup\(ErrorFeedback.*TwoShot\(Cast\(dtype\)\)"):
+        ErrorFeedback(program)
+
+
+def test_error_feedback_of_a_bf16_exchange_loses_nothing_for_as_many_bytes() -> None:
+    check_program(ErrorFeedback(TwoShot(Cast(torch.bfloat16))), loses=1e-6)
+
+
+@dataclass(frozen=True, repr=False)
+class Own(TwoShot):
+    """A subclass that neither adds residuals itself nor sends exact parameters, and keeps a count."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        for name in bucket.names:
+            memory.slot(name, "count", lambda: torch.zeros(1)).add_(1)
+        return (yield from super().__call__(replace(bucket, exact=frozenset(), residuals=None), memory))
+
+
+def test_a_subclass_inherits_no_promise_that_its_methods_may_break() -> None:
+    program = Own(Quantize(bits=4))
+    assert not program.carries_exact
+    check_program(ErrorFeedback(program), steps=50)
+
+
+@dataclass(frozen=True, repr=False)
+class Larger(TwoShot):
+    """A subclass that changes an option, and no method."""
+
+    preferred_bytes = 1 << 22
+
+
+def test_a_subclass_that_overrides_no_method_keeps_the_promises() -> None:
+    program = Larger(Quantize(bits=4))
+    assert (program.stateless, program.carries_exact, program.folds_residuals) == (True, True, True)
+
+
+def test_a_program_that_says_it_is_stateless_and_keeps_a_slot_raises() -> None:
+    memory = NoMemory()
+    for view in (memory, memory.scoped("slice 0 of 2")):
+        with pytest.raises(ProgramError, match="keeps 'count' of w, but its class sets stateless = True"):
+            view.put("w", "count", torch.ones(1))
+    assert memory.state_dict() == {}

@@ -1,0 +1,86 @@
+"""How a bucket is divided where its parameters use different programs."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Program, Warmup
+from thinwire.programs.program import Programs
+from thinwire.step.parts import BucketPart, parts_of
+
+INT8, INT4, HALF, EXACT = Int8(), Int4(), BF16(), Exact()
+SHAPES = {"w": (8, 8), "v": (4, 4), "b": (8,), "n": (4,), "big": (1 << 17,)}
+SIZES = {name: 4 * torch.Size(shape).numel() for name, shape in SHAPES.items()}
+
+
+def parts(names: str, program: Program, **exceptions: Program) -> list[BucketPart]:
+    exact = frozenset(name for name, one in exceptions.items() if one is EXACT)
+    return parts_of(tuple(names.split()), SIZES, Programs(program, exceptions, exact))
+
+
+def test_a_program_takes_exact_parameters_along_without_a_split() -> None:
+    assert parts("w b v n", INT8, b=EXACT, n=EXACT) == [
+        BucketPart(INT8, ("w", "b", "v", "n"), frozenset("bn"))
+    ]
+    assert parts("b n", INT8, b=EXACT, n=EXACT) == [BucketPart(INT8, ("b", "n"), frozenset("bn"))]
+
+
+def test_rules_still_split_and_exact_parameters_join_one_of_the_programs() -> None:
+    found = parts("w b v n", INT8, b=EXACT, n=EXACT, v=INT4)
+    assert found == [BucketPart(INT8, ("w", "b", "n"), frozenset("bn")), BucketPart(INT4, ("v",))]
+    found = parts("w b v", HALF, b=EXACT, v=INT4)
+    assert found == [BucketPart(INT4, ("b", "v"), frozenset("b")), BucketPart(HALF, ("w",))]
+
+
+def test_small_exact_parameters_wait_for_the_last_bucket_where_no_program_takes_them() -> None:
+    found = parts("w b big n", HALF, b=EXACT, n=EXACT, big=EXACT)
+    assert found == [
+        BucketPart(HALF, ("w",)),
+        BucketPart(EXACT, ("big",)),
+        BucketPart(EXACT, ("b", "n"), deferred=True),
+    ]
+    assert parts("b", PowerSGD(factor_dtype="bf16"), b=EXACT) == [BucketPart(EXACT, ("b",), deferred=True)]
+
+
+def test_what_an_exact_program_averages_by_itself_is_no_exception() -> None:
+    assert parts("w b", EXACT, w=INT8) == [BucketPart(INT8, ("w",)), BucketPart(EXACT, ("b",))]
+
+
+@given(
+    st.permutations(list(SHAPES)),
+    st.sampled_from([INT8, HALF, EXACT]),
+    st.dictionaries(st.sampled_from(list(SHAPES)), st.sampled_from([INT8, INT4, HALF, EXACT])),
+)
+def test_every_parameter_is_in_one_part_with_a_program_that_keeps_its_promise(
+    names: list[str], program: Program, exceptions: dict[str, Program]
+) -> None:
+    found = parts(" ".join(names), program, **exceptions)
+    assert sorted(name for part in found for name in part.names) == sorted(names)
+    for part in found:
+        for name in part.names:
+            wanted = exceptions.get(name, program)
+            assert part.program is wanted or (wanted is EXACT and name in part.exact)
+        assert part.exact <= {*part.names}
+        assert not part.deferred or part.program is EXACT
+
+
+@given(st.lists(st.integers(0, 9 << 20), min_size=1, max_size=20), st.sets(st.integers(0, 19)))
+def test_slices_are_consecutive_and_about_as_large_as_wanted(sizes: list[int], exact: set[int]) -> None:
+    names = tuple(f"p{number}" for number in range(len(sizes)))
+    nbytes = dict(zip(names, sizes, strict=True))
+    spared = frozenset(names[number] for number in exact if number < len(names))
+    found = BucketPart(INT8, names, spared).sliced(nbytes)
+    assert sum((part.names for part in found), ()) == names
+    wanted = INT8.preferred_bytes
+    assert wanted is not None
+    for part in found:
+        assert part.exact == spared & {*part.names}
+        size = sum(nbytes[name] for name in part.names)
+        assert size <= 1.5 * wanted + nbytes[part.names[-1]]
+    assert len(found) <= max(1, round(sum(sizes) / wanted))
+
+
+def test_programs_that_prefer_whole_buckets_get_them() -> None:
+    part = BucketPart(PowerSGD(), ("a", "b"))
+    assert part.sliced({"a": 1 << 30, "b": 1 << 30}) == [part]
+    assert Warmup(INT8, steps=3).preferred_bytes == INT8.preferred_bytes is not None
