@@ -73,7 +73,7 @@ class GatheredState:
             WireError: A rank did not call it in time.
         """
         runner = self._wire._runner
-        communicator, model = runner.reducer.communicator, runner.context.model
+        communicator, model = runner.communicator, runner.context.model
         own: dict[str, Any] = {"wire": self._wire.state_dict()}  # first, as it ends an open step
         if runner.config.optimizer_state_differs:
             own["optimizers"] = per_rank(runner.context.optimizers(), model.group).state_dict()
@@ -99,7 +99,7 @@ class GatheredState:
         """
         runner = self._wire._runner
         runner.between_steps("load_state_dict")
-        communicator, group = runner.reducer.communicator, runner.context.model.group
+        communicator, group = runner.communicator, runner.context.model.group
         place = communicator.rank, communicator.size
         with all_or_none(communicator, "load_state_dict of all ranks") as agreed:
             states = _checked(state)

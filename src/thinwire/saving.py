@@ -26,10 +26,10 @@ from thinwire.checkpoint.wire_state import all_or_none
 from thinwire.engine.agreement import agree_on, agreeing
 from thinwire.engine.futures import at_work
 from thinwire.errors import OptionError, StateError, UnavailableError
-from thinwire.models.ddp.model import Model
+from thinwire.models.ddp.model import DDPModel
 from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.programs.parameter_names import original_name
-from thinwire.step.model import AttachedModel
+from thinwire.step.model import Model
 from thinwire.wire import Wire
 
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
@@ -80,7 +80,7 @@ def save_checkpoint(
     import torch.distributed.checkpoint as dcp  # takes a second to import, and only checkpoints need it
 
     target = _target(model, wire, "save_checkpoint")
-    path, communicator = Path(folder).resolve(), wire._runner.reducer.communicator
+    path, communicator = Path(folder).resolve(), wire._runner.communicator
     unfinished = path.with_name(path.name + _UNFINISHED)
     wire._runner.between_steps("save_checkpoint")  # before anything is sent
     state = wire.state_dict()  # ends an open step, so it comes before the model and the optimizer
@@ -151,7 +151,7 @@ def load_checkpoint(
     target = _target(model, wire, "load_checkpoint")
     module = target.module("load_checkpoint")
     wire._runner.between_steps("load_checkpoint")  # before anything is sent
-    communicator = wire._runner.reducer.communicator
+    communicator = wire._runner.communicator
     optimizers = per_rank(optimizer, target.group)
     path = _found(Path(folder).resolve())
     if missing_ok:
@@ -178,7 +178,7 @@ def load_checkpoint(
     return saved
 
 
-def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
+def _target(model: nn.Module, wire: Wire, what: str) -> Model:
     """Return the handle of the model to save or load: that of the DDP model given, or else the wire's own."""
     own = wire._runner.context.model
     if own.shard_key is not None:
@@ -187,8 +187,8 @@ def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
             " optimizer with torch.distributed.checkpoint, and the wire with them, as"
             " dcp.save({'model': ..., 'optimizer': ..., 'wire': wire}, checkpoint_id=folder)"
         )
-    if isinstance(own, Model):
-        return Model(ddp_of(model))
+    if isinstance(own, DDPModel):
+        return DDPModel(ddp_of(model))
     if own.module(what) is not model:
         raise OptionError(
             f"{what} was called with another {type(model).__name__} than the one that the wire is attached"
@@ -198,7 +198,7 @@ def _target(model: nn.Module, wire: Wire, what: str) -> AttachedModel:
 
 
 def _parts(
-    target: AttachedModel,
+    target: Model,
     optimizer: Optimizer | Sequence[Optimizer],
     wire: Wire,
     extra: Mapping[str, Any],

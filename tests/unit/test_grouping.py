@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.step.layout import BucketLayout, groups_for
+from thinwire.step.buckets import BucketLayout, groups_for
 
 NAMES = [f"p{number}" for number in range(12)]
 

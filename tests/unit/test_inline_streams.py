@@ -21,7 +21,7 @@ from thinwire.engine.streams import SideStream, Writers
 from thinwire.models.ddp.reducer import PlainEvents, Reducer
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
 from thinwire.programs.program import Programs
-from thinwire.step.layout import BucketLayout, laid_out
+from thinwire.step.buckets import BucketLayout, laid_out
 from thinwire.step.transaction import StepTransaction
 
 LIMIT = timedelta(seconds=30)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Program, Warmup
 from thinwire.programs.program import Programs, preferred_bytes
-from thinwire.step.parts import BucketPart, parts_of
+from thinwire.step.buckets import BucketPart, parts_of
 
 INT8, INT4, HALF, EXACT = Int8(), Int4(), BF16(), Exact()
 SHAPES = {"w": (8, 8), "v": (4, 4), "b": (8,), "n": (4,), "big": (1 << 17,)}

@@ -45,9 +45,10 @@ from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp_comm_hooks.default_hooks import Hook
 from thinwire.engine.blocking import run_abreast
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.ddp.internals import has_rebuilt_buckets, in_backward
-from thinwire.models.ddp.reducer import check_bucket
+from thinwire.models.ddp.internals import has_rebuilt_buckets
+from thinwire.models.ddp.model import check_bucket
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
+from thinwire.step.autograd import in_backward
 from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
 from thinwire.strategies.zero.parameters import share
 from thinwire.strategies.zero.partial_step import gradients_in, step_some

@@ -24,13 +24,13 @@ from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
 from thinwire.errors import OptionError
 from thinwire.models.ddp.internals import (
     after_ddp_finishes,
-    in_backward,
     in_backward_optimizers,
     skip_in_backward_set_up,
     steps_in_backward,
 )
-from thinwire.models.ddp.reducer import check_bucket
-from thinwire.options import unwrapped
+from thinwire.models.ddp.model import check_bucket
+from thinwire.step.autograd import in_backward
+from thinwire.step.options import unwrapped
 from thinwire.strategies.zero.partial_step import gradients_in, step_some
 
 __all__: list[str] = []

@@ -16,7 +16,8 @@ from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.step.strategy import Attachable
+from thinwire.strategies.schedule import Schedule
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
@@ -45,7 +46,7 @@ class ThinwireCallback(Callback):
         Trainer(strategy="ddp", callbacks=[ThinwireCallback(thinwire.PowerSGD(rank=4))]).fit(model)
     """
 
-    def __init__(self, program: Stage | Schedule, *, finalize: bool = False, **options: Any) -> None:
+    def __init__(self, program: Attachable | Schedule, *, finalize: bool = False, **options: Any) -> None:
         self.wire: Wire | None = None
         """The wire, from the start of training on."""
         self._program = program
@@ -69,7 +70,7 @@ class ThinwireCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"scaler": scaler, **self._options}
         wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
-        if any(stage.trains_locally for stage in wire._runner.plan.stages):
+        if any(stage.trains_locally for stage in wire._runner.stages.all):
             _check_weight_averaging(trainer)
         self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
         self.wire, self._metrics = wire, Metrics(wire)

@@ -32,7 +32,7 @@ def load_or_warn(wire: Wire, state: GatheredState, saved: Mapping[str, Any] | No
     Raises:
         StateError: Some ranks have found a state and others have not.
     """
-    communicator = wire._runner.reducer.communicator
+    communicator = wire._runner.communicator
     found = communicator.rendezvous.gather("resume", str(saved is not None), communicator.limit)
     without = [str(rank) for rank, one in enumerate(found) if one != str(True)]
     if without and len(without) < len(found):

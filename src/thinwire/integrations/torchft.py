@@ -15,12 +15,11 @@ from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.models.fsdp.internals import is_sharded
 from thinwire.models.fsdp.model import ShardedModel
 from thinwire.models.fsdp.shards import Shards
-from thinwire.models.local.model import ReplicaModel
-from thinwire.options import optimizers_of
+from thinwire.models.local import LocalModel
 from thinwire.programs.description import described
 from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules, check_used, checked_rules, exceptions_of
-from thinwire.step.connection import Connection
+from thinwire.step.options import optimizers_of
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.live.averager import LiveAverager
 from thinwire.strategies.live.replica import Replica
@@ -124,7 +123,7 @@ def attach(
     return LiveWire(replica, averager, meter, (manager.state_dict, manager.load_state_dict))
 
 
-def _handle(model: nn.Module, membership: ManagerMembership) -> ReplicaModel:
+def _handle(model: nn.Module, membership: ManagerMembership) -> LocalModel:
     """Return the model's handle, after checking that the manager has the same ranks."""
     if isinstance(model, DistributedDataParallel):
         raise AttachError(
@@ -138,7 +137,7 @@ def _handle(model: nn.Module, membership: ManagerMembership) -> ReplicaModel:
                 f"the manager's replica has {membership.ranks} ranks, and the model is whole on each of them:"
                 " shard it with fully_shard(model, mesh=mesh), or run one process per replica"
             )
-        return ReplicaModel(model, membership.group)
+        return LocalModel(model, membership.group)
     sharded = ShardedModel(model, membership.group)
     mesh = sharded.mesh
     if (mesh.size(), mesh.get_local_rank()) != (membership.ranks, membership.own_rank):
@@ -150,13 +149,12 @@ def _handle(model: nn.Module, membership: ManagerMembership) -> ReplicaModel:
     return sharded
 
 
-def _ranks(handle: ReplicaModel, set_up: SetUp, membership: ManagerMembership) -> ReplicaRanks:
+def _ranks(handle: LocalModel, set_up: SetUp, membership: ManagerMembership) -> ReplicaRanks:
     """Return the ranks of this replica, after comparing their set-ups. Collective among them."""
     if not isinstance(handle, ShardedModel):
         return OneRank()
-    connection = Connection(set_up=set_up, limit=_RANK_LIMITS * membership.limit)
-    shards = Shards(handle.shard_group, connection, handle.device)
-    shards.open()
+    shards = Shards(handle.shard_group, handle.device)
+    shards.open(set_up, _RANK_LIMITS * membership.limit)
     handle.on_gone(shards.close)
     return shards
 
@@ -186,7 +184,7 @@ def _validated(
     return optimizers_of(optimizer, dict(model.named_parameters()))
 
 
-def _observe(model: ReplicaModel, optimizers: Sequence[Optimizer], averager: LiveAverager) -> None:
+def _observe(model: LocalModel, optimizers: Sequence[Optimizer], averager: LiveAverager) -> None:
     """Join with the model's first forward, and count a step when all optimizers have stepped."""
     stepped: set[int] = set()
 

@@ -17,7 +17,7 @@ import torch
 from thinwire.amp.wrapped_step import wrapped_step
 from thinwire.codecs.checks import is_whole
 from thinwire.errors import OptionError, StateError
-from thinwire.models.ddp.internals import share_state_hooks
+from thinwire.step.autograd import share_state_hooks
 
 _STEP = "step"
 

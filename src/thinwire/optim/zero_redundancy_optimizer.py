@@ -37,8 +37,8 @@ from thinwire.engine.blocking import run_abreast, run_blocking
 from thinwire.engine.process_group import time_limit
 from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.ddp.internals import state_hooks
 from thinwire.optim._given import described, group_given, listed, local_optimizer
+from thinwire.step.autograd import state_hooks
 from thinwire.strategies.zero.assignment import Assignment, assign, in_runs
 from thinwire.strategies.zero.collect import collect
 from thinwire.strategies.zero.overlap import Overlap, Usage

@@ -128,7 +128,7 @@ class AutoStrategy(Strategy):
     def __init__(self, config: Auto, context: Context) -> None:
         super().__init__(config, context)
         self._forwards: Any = None
-        self._since = context.reducer.steps.count
+        self._since = context.steps.count
         """The step at which the running measurement began."""
         self._latest: tuple[int, float] | None = None
         self._seconds: list[float] = []
@@ -169,7 +169,7 @@ class AutoStrategy(Strategy):
 
     def _forward(self) -> None:
         """Time the step that has ended. Plan, or check the plan, when enough were timed."""
-        steps = self.context.reducer.steps
+        steps = self.context.steps
         if self._done or steps.is_open or self.context.model.joins:
             return
         now, count = time.perf_counter(), steps.count
@@ -184,11 +184,11 @@ class AutoStrategy(Strategy):
             self._begin_measuring()
 
     def _begin_measuring(self) -> None:
-        self._since, self._latest, self._seconds = self.context.reducer.steps.count, None, []
+        self._since, self._latest, self._seconds = self.context.steps.count, None, []
 
     def _plan(self) -> None:
         """Probe the network on all ranks, plan on rank 0, and take its choice on all. Collective."""
-        communicator = self.context.reducer.communicator
+        communicator = self.context.communicator
         if communicator.size == 1:
             self._done, self._reason = True, "one rank exchanges nothing"
             return
@@ -241,7 +241,7 @@ class AutoStrategy(Strategy):
 
     def _computing(self, step: float) -> float:
         """Return the time of a step without what backward waited for, where that is measured."""
-        records = self.context.reducer.engine.stats().records[-len(self._seconds) :]
+        records = self.context.engine.stats().records[-len(self._seconds) :]
         waits = [
             one.exposed_seconds
             for one in records
@@ -251,7 +251,7 @@ class AutoStrategy(Strategy):
 
     def _share(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return rank 0's values on all ranks. Collective."""
-        communicator, own = self.context.reducer.communicator, ""
+        communicator, own = self.context.communicator, ""
         # A plan runs the candidates, the user's own too. If that fails, the other ranks must not wait for it.
         with agreeing(communicator.rendezvous, communicator.limit, f"{_KEY} on rank 0"):
             if communicator.rank == 0:
@@ -260,5 +260,5 @@ class AutoStrategy(Strategy):
         return told
 
     def _say(self, level: int, text: str) -> None:
-        if self.context.reducer.communicator.rank == 0:
+        if self.context.communicator.rank == 0:
             logger.log(level, text)

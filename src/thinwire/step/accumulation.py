@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.step.model import AttachedModel
+from thinwire.step.model import Model
 from thinwire.step.skip_overflows import Skipping
 
 logger = logging.getLogger("thinwire")
@@ -27,7 +27,7 @@ class Accumulation:
         skipping: The model's optimizers, whose steps it reports.
     """
 
-    def __init__(self, model: AttachedModel, skipping: Skipping) -> None:
+    def __init__(self, model: Model, skipping: Skipping) -> None:
         self._model, self._skipping = model, skipping
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None

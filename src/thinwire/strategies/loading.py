@@ -13,7 +13,7 @@ from thinwire.checkpoint.wire_state import all_or_none, memory_for, merged, own_
 from thinwire.engine.agreement import Described
 from thinwire.errors import StateError
 from thinwire.programs.description import same_program, short
-from thinwire.step.layout import groups_for
+from thinwire.step.buckets import groups_for
 from thinwire.step.runner import AttachedRun
 
 
@@ -29,14 +29,14 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         StateError: The state does not fit this wire. Nothing was changed.
         MismatchError: Another rank's state does not fit, or the states were saved at different points.
     """
-    communicator, model = runner.reducer.communicator, runner.context.model
-    known = runner.plan.known(runner.context.auditor.on_excess)
+    communicator, model = runner.communicator, runner.context.model
+    known = runner.stages.known(runner.context.auditor.on_excess)
     with all_or_none(communicator, "load_state_dict") as agreed:
         programs = [Described(text, short(config)) for text, config in known.items()]
         resized, states = own_states(state, programs, communicator.rank, communicator.size)
         own = states[0]
         agreed.update(step=str(own["step"]), program=program_of(own))
-    config = runner.plan.saved(own["program"], own["step"]) or known[own["program"]]
+    config = runner.stages.saved(own["program"], own["step"]) or known[own["program"]]
     same = same_program(config, runner.config)
     strategy = runner.strategy if same else runner.bound(config)
     try:
@@ -52,11 +52,11 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         raise
     if own.get("schedule_ended", False):
         runner.end_schedule()
-    runner.resume(config, strategy)
+    runner.resume(strategy)
     runner.context.memory.take_over(memory)
     runner.begins_steps = True  # the state may contain leftovers
     runner.steps.restore(own["step"])
-    runner.reducer.layout.held = runner.reducer.layout.upcoming = groups
+    runner.layout.held = runner.layout.upcoming = groups
     take_over()
 
 

@@ -2,17 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from thinwire.errors import OptionError, UnavailableError
-from thinwire.monitors.auditor import OnExcess
-from thinwire.programs.description import ReprAsWritten, describe, described_before
-from thinwire.programs.program import Program, require_program
-from thinwire.step.strategy import Configuration
-from thinwire.strategies.gradients import configuration_of
-
-Stage: TypeAlias = Program | Configuration
-"""A gradient program, or a configuration such as `DiLoCo(...)`."""
+from thinwire.errors import OptionError
+from thinwire.programs.description import ReprAsWritten
+from thinwire.programs.program import require_program
+from thinwire.step.strategy import Attachable, Configuration, Stages, configuration_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +34,7 @@ class Schedule(ReprAsWritten):
         wire = thinwire.attach(ddp, schedule, optimizer=optimizer)
     """
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Attachable]
 
     def __post_init__(self) -> None:
         steps = list(self.stages) if isinstance(self.stages, Mapping) else []
@@ -59,7 +53,7 @@ class Schedule(ReprAsWritten):
                 require_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
-    def at(self, step: int) -> Stage:
+    def at(self, step: int) -> Attachable:
         """Return the stage that runs in a step, as the user wrote it.
 
         Args:
@@ -71,71 +65,8 @@ class Schedule(ReprAsWritten):
         return self.stages[max(first for first in self.stages if first <= step)]
 
 
-class StagePlan:
-    """The configurations that a wire runs by step, from a schedule or a single configuration."""
-
-    def __init__(self, given: Stage | Schedule) -> None:
-        stages = given.stages if isinstance(given, Schedule) else {0: given}
-        self.given = given
-        self._stages = {step: configuration_of(one) for step, one in stages.items()}
-
-    @property
-    def scheduled(self) -> bool:
-        """True if the user passed a `Schedule`."""
-        return isinstance(self.given, Schedule)
-
-    @property
-    def stages(self) -> list[Configuration]:
-        """The configurations of all stages."""
-        return list(self._stages.values())
-
-    def at(self, step: int) -> Configuration:
-        """Return the configuration that runs in a step."""
-        return self._stages[max(first for first in self._stages if first <= step)]
-
-    def check_join(self, joins: bool, step: int) -> None:
-        """Raise UnavailableError if a later stage would begin inside torch's `Join`.
-
-        A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so
-        the others would wait for it until their time limit.
-        """
-        later = [first for first in self._stages if first > step]
-        if later and joins:
-            raise UnavailableError(
-                f"a Schedule whose next stage begins at step {later[0]} cannot run inside Join (step {step}"
-                " now): a rank that has run out of inputs would miss the swap; give every rank the same"
-                " number of batches, or call wire.swap(program) outside of Join"
-            )
-
-    def saved(self, program: str, step: int) -> Configuration | None:
-        """Return the stage of a step if a saved state names it, as stages may share a description."""
-        due = self.at(step)
-        return due if program in (describe(due), *_earlier(due)) else None
-
-    def known(self, fallback: OnExcess) -> dict[str, Configuration]:
-        """Return all stages, and the configurations that audits fall back to, by description.
-
-        The descriptions of earlier versions come first, so that errors name the running one, which is last.
-        """
-        own = [variant for one in self.stages for variant in one.variants()]
-        others = [] if isinstance(fallback, str) else [two for one in own for two in _after(one, fallback)]
-        configs = (*others, *own, *self.stages)
-        now = {describe(one): one for one in configs}
-        return {text: one for one in configs for text in _earlier(one) if text not in now} | now
-
-
-def _earlier(config: Configuration) -> list[str]:
-    """Return the descriptions under which earlier versions saved a configuration's state.
-
-    Its own options may have changed, and so may its programs.
-    """
-    own = config.earlier_descriptions()
-    return [*own, *(described_before(text, config) for text in (describe(config), *own))]
-
-
-def _after(config: Configuration, program: Program) -> list[Configuration]:
-    """Return a configuration's variants after audits of gradients, of models, or of both fall back."""
-    gradients = config.with_gradient_program(program)
-    if config.model_program() is None:
-        return [gradients]
-    return [gradients, config.with_model_program(program), gradients.with_model_program(program)]
+def stages_of(passed: Attachable | Schedule) -> Stages:
+    """Return the stages of a schedule, or the one stage of a program or configuration."""
+    if isinstance(passed, Schedule):
+        return Stages({step: configuration_of(stage) for step, stage in passed.stages.items()}, passed)
+    return Stages({0: configuration_of(passed)})

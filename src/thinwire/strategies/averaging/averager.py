@@ -45,7 +45,7 @@ class Averager(Strategy):
 
     def __init__(self, config: Averaging, context: Context) -> None:
         super().__init__(config, context)
-        model, reducer = context.model, context.reducer
+        model = context.model
         self._optimizers = context.optimizers()
         trained = {name: one for name, one in model.parameters().items() if one.requires_grad}
         self._parameters = LocalParts(trained)
@@ -59,14 +59,14 @@ class Averager(Strategy):
         self._used = 0  # averages used so far
         self._whole = 0  # times that all of the model was averaged among all ranks
         self._diverged = False
-        self._begun_at = reducer.steps.count
+        self._begun_at = context.steps.count
         self._training_steps: TrainingSteps | None = None
         self._broadcasts_buffers = False
-        communicator = GroupCommunicator(model.group, reducer.communicator.limit)
+        communicator = GroupCommunicator(model.group, context.communicator.limit)
         communicator.open()
         try:
             self._peers = AveragingGroup(
-                config, model.group, communicator, reducer.steps, reducer.engine.meter, model.device
+                config, model.group, communicator, context.steps, context.engine.meter, model.device
             )
             self.reconfigure(config)
         except BaseException:
@@ -76,7 +76,7 @@ class Averager(Strategy):
     def start(self) -> None:
         """Register hooks on the model and its optimizers."""
         model = self.context.model
-        self._begun_at = self.context.reducer.steps.count
+        self._begun_at = self.context.steps.count
         self._finalizer = model.on_gone(_let_go, self)
         self._broadcasts_buffers = model.broadcasts_buffers
         self._training_steps = TrainingSteps(model, self._optimizers, self)
@@ -96,7 +96,7 @@ class Averager(Strategy):
     @property
     def step(self) -> int:
         """Training steps since this strategy started."""
-        return self.context.reducer.steps.count - self._begun_at
+        return self.context.steps.count - self._begun_at
 
     @property
     def warm(self) -> bool:
@@ -157,7 +157,7 @@ class Averager(Strategy):
                 return
             program = WithLeftovers(Exact(), sign=-1)
             means = self._exchange(None, self._parameters, program, memory, everyone).means()
-            check_finite(means, self.context.reducer.steps.count)
+            check_finite(means, self.context.steps.count)
             self._copy_in(means)
             self._share_buffers(everyone)
             if self._anchors is not None:
@@ -177,8 +177,8 @@ class Averager(Strategy):
         # A rank that closes its connections first could cut off another's last collective.
         communicator.rendezvous.gather("retire", "", communicator.limit)
         self.close()
-        wire = self.context.reducer.communicator
-        self.context.reducer.steps.scales.share(lambda own: wire.rendezvous.gather("scales", own, wire.limit))
+        wire = self.context.communicator
+        self.context.steps.scales.share(lambda own: wire.rendezvous.gather("scales", own, wire.limit))
 
     def close(self) -> None:
         """Stop averaging without synchronising ranks."""
@@ -229,7 +229,7 @@ class Averager(Strategy):
         ]
 
         def take_over() -> None:
-            self._begun_at = self.context.reducer.steps.count - saved["step"]
+            self._begun_at = self.context.steps.count - saved["step"]
             self._diverged, self._used, self._whole = saved["apart"], saved["used"], saved["whole"]
             self._anchors, self._in_flight = anchors, in_flight
             with no_autograd():
@@ -275,14 +275,14 @@ class Averager(Strategy):
 
         A step that overflowed in the warm-up was skipped by all ranks, and does not count.
         """
-        steps = self.context.reducer.steps
+        steps = self.context.steps
         if self.warm and steps.overflowed:
             return
         steps.advance()
         since = self.step - self.config.warmup_steps
         if since == 0:
             self._set_broadcasts()
-            steps.settle_leftover()
+            self.context.settle_leftover()
             set_aside(self.context.memory)  # from here on gradients use other programs, or stay local
         if since <= 0:
             return
@@ -313,7 +313,7 @@ class Averager(Strategy):
     ) -> ModelExchange:
         """Start to average tensors. The programs' step is the number of whole-model exchanges."""
         window = self._used // len(self._fragments)
-        point = ExchangeId(self.context.reducer.steps.count, fragment)
+        point = ExchangeId(self.context.steps.count, fragment)
         return self._peers.exchange(point, tensors, program, memory, ranks, window, exceptions)
 
     def _start(self, average: Average, since: int) -> None:
@@ -335,8 +335,8 @@ class Averager(Strategy):
 
     def _use(self, flight: InFlight) -> None:
         means, names = flight.means(), self._fragments[flight.fragment]
-        check_finite(means, self.context.reducer.steps.count)
-        count, loop = self.context.reducer.steps.count, self.config.outer_loop
+        check_finite(means, self.context.steps.count)
+        count, loop = self.context.steps.count, self.config.outer_loop
         fallback = self.context.auditor.conclude(flight.findings, count, MODELS)
         if fallback is not None:
             self.change(self.config.with_model_program(fallback))
@@ -389,7 +389,7 @@ class Averager(Strategy):
         own = fingerprints(held[name] for name in names)
         everyone = self._peers.everyone
         ranks = self._peers.engine.world_ranks(everyone)
-        check = compare_replicas(names, own, self.context.reducer.steps.count, ranks)
+        check = compare_replicas(names, own, self.context.steps.count, ranks)
         self._peers.run(check, everyone, "the comparison of replicas")
 
     def _new_anchors(self) -> Anchors:

@@ -4,11 +4,11 @@ import torch
 
 from thinwire.engine.blocking import run_abreast
 from thinwire.engine.pack import real_numbers
-from thinwire.step.model import AttachedModel
+from thinwire.step.model import Model
 from thinwire.strategies.zero.parameters import batches, share
 
 
-def start_equal(model: AttachedModel) -> None:
+def start_equal(model: Model) -> None:
     """Copy the first replica's parameters and buffers to all others, as DDP does. Collective."""
     held = [real_numbers(one) for one in (*model.tensors().values(), *model.buffers().values())]
     rank = model.group.rank()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from thinwire.engine.ops import AllGather, Collectives
-from thinwire.models.ddp.internals import version_of
+from thinwire.step.autograd import version_of
 
 
 def norm_of(gradients: Iterable[torch.Tensor], kind: float) -> torch.Tensor:

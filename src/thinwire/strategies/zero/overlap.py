@@ -13,8 +13,9 @@ from thinwire.engine.engine import Engine
 from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
-from thinwire.models.ddp.internals import after_ddp_finishes, queue_callback
+from thinwire.models.ddp.internals import after_ddp_finishes
 from thinwire.programs.program import Bucket
+from thinwire.step.autograd import queue_callback
 from thinwire.strategies.zero.partial_step import gradients_in
 from thinwire.strategies.zero.pieces import Pieces
 

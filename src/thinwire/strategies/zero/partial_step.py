@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import UnavailableError
-from thinwire.models.ddp.internals import no_step_hooks
+from thinwire.step.autograd import no_step_hooks
 
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch.amp import GradScaler
 
 from thinwire.errors import OptionError
+from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import describe
 from thinwire.programs.program import Program, check_fit, require_program
-from thinwire.step.model import require_ddp
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.assignment import owners
 
