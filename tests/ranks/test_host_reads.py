@@ -21,7 +21,7 @@ from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
 from thinwire.optim import ZeroRedundancyOptimizer
-from thinwire.step.transaction import StepTransaction
+from thinwire.step.runner import AttachedRun
 from thinwire.strategies.zero.overlap import Overlap
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class Reads(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch, self:
             patch.setattr(torch.Tensor, "tolist", listed)
-            patch.setattr(StepTransaction, "settle", self.settled(StepTransaction.settle))
+            patch.setattr(AttachedRun, "settle", self.settled(AttachedRun.settle))
             patch.setattr(Overlap, "_finish", self.settled(Overlap._finish))
             yield
 

@@ -21,7 +21,7 @@ class Trained:
         self.model = nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.memory, self.scales = Memory(), Scales(scaler)
-        self.scales.watch(self.model, {id(one) for one in self.model.parameters()})
+        self.scales.watch({id(one) for one in self.model.parameters()})
 
     def backward(self, scaler: GradScaler | None = None) -> float:
         """One that exchanges gradients; the residual that it finds."""

@@ -4,7 +4,8 @@
     strategy        that configuration running on one model, with all mutable state
 
 A gradient program needs no configuration class: it runs as `Gradients(program)`. Anything else derives from
-`Configuration` and returns the `Strategy` that runs it from `bind`. A strategy of your own needs no change of thinwire:
+`Configuration` and returns the `Strategy` that runs it from `bind`. A strategy of your own needs no change of
+thinwire:
 
     @dataclass(frozen=True)
     class Every(Configuration):
