@@ -24,14 +24,14 @@ test-integrations: .venv/.integrations
 	$(BIN)/pytest -n 2 --dist loadfile tests/integrations src/thinwire/integrations
 
 .venv/.integrations: $(READY)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]' -e ./repopages
 	@[ "$$($(TORCH_VERSION))" = "$$(cat $(READY))" ] || { echo "the frameworks replaced torch $$(cat $(READY)) by" \
 	    "$$($(TORCH_VERSION)): pin versions in constraints.txt that accept the former, then run make clean" >&2; exit 1; }
 	touch $@
 
-# The documentation as a site, without a warning: site/index.html. It works offline.
+# The documentation as a site, without a warning, by the tool in repopages/: site/index.html. It works offline.
 docs: $(READY)
-	$(BIN)/thinwire docs --build src/thinwire --out site --strict
+	$(BIN)/repopages build src/thinwire --out site --strict
 
 # What would be released: built, checked, installed in an empty environment, and run there.
 dist: $(READY)
@@ -56,8 +56,8 @@ SEED ?= 1000
 EPISODES ?= 320
 MINUTES ?= 20
 soak: $(READY)
-	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/ranks/test_elastic.py
-	$(BIN)/python -m tests.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
+	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/faults/test_elastic.py
+	$(BIN)/python -m tests.faults.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
 # Replicas of one torchft job that are killed, frozen or cut off, and come back; the last line has the count.
 LIVE_EPISODES ?= 50
@@ -76,21 +76,21 @@ sanitize: tests/kernels/sanitize.c $(KERNELS)
 	done
 
 # The suite on another torch: `make compat TORCH=2.15.0`. Its builds bring CUDA, several GB: not part of `make test`.
-# `TESTS="tests/unit tests/surface"` runs a part of it.
+# `TESTS="tests/programs tests/surface"` runs a part of it.
 TORCH ?= 2.15.0
 TESTS ?=
 COMPAT := .venv-torch-$(TORCH)
 compat: system
 	$(PYTHON) -m venv $(COMPAT)
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.in > $(COMPAT)/constraints.txt
-	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]'
+	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]' -e ./repopages
 	$(COMPAT)/bin/python -c "import torch; print('torch', torch.__version__)"
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR):$(CURDIR)/repopages/src $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
 
 # Every package that the extras install, with its version, for all supported Pythons: constraints.txt from constraints.in.
 # No hashes: a build of torch for CPU has others than the one on PyPI.
 constraints: build/uv
-	$</bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --upgrade -c constraints.in \
+	$</bin/uv pip compile pyproject.toml repopages/pyproject.toml --all-extras --universal --python-version 3.10 --upgrade -c constraints.in \
 	    --no-annotate --custom-compile-command "make constraints" --quiet -o constraints.txt
 
 build/uv:
@@ -99,14 +99,14 @@ build/uv:
 
 # What the tests need beyond Python: network tools for the lab, a browser for the report.
 system:
-	@command -v chromium >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
+	@{ command -v chromium || command -v google-chrome; } >/dev/null && PATH=$$PATH:/usr/sbin command -v tc >/dev/null || \
 	    { $(SUDO) apt-get update -qq && \
 	      $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium iproute2 >/dev/null; }
 
 # Reinstalled only when what it installs changes. The .pth lets benchmarks/ and examples/ run by their path.
-$(READY): pyproject.toml constraints.txt Makefile $(KERNELS)
+$(READY): pyproject.toml repopages/pyproject.toml constraints.txt Makefile $(KERNELS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./repopages
 	$(BIN)/python -c "import pathlib, site; pathlib.Path(site.getsitepackages()[0], 'checkout.pth').write_text('$(CURDIR)')"
 	$(TORCH_VERSION) > $(READY)
 

@@ -58,7 +58,7 @@ def main() -> None:
     for rate in options.rates.split(","):
         with Lab(plan(hosts=2, rate=rate)) as lab:
             rates = [measured_rate(lab, options.seconds) for _ in range(5)]
-            ratios = [one / (lab.network.rate or 1) for one in rates]
+            ratios = [rate / (lab.network.rate or 1) for rate in rates]
         spread = f"({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"{rate:<10}{statistics.median(ratios):>10.3f} x {spread}")
 

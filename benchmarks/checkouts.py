@@ -9,12 +9,8 @@ The bench of this checkout measures both, so that only the programs differ. See 
 import os
 import sys
 import time
-from abc import ABCMeta
 from importlib import import_module
-from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 _POLL_SECONDS = 0.002
 _GIVE_UP_SECONDS = 900.0
@@ -80,8 +76,7 @@ def use_checkout(source: Path) -> None:
     import thinwire.tools.bench
 
     check_imported(source)
-    _complete(thinwire)
-    thinwire.tools.bench.__path__ = [str(SOURCE / "thinwire" / "bench")]
+    thinwire.tools.bench.__path__ = [str(SOURCE / "thinwire" / "tools" / "bench")]
 
 
 def check_imported(source: Path) -> None:
@@ -89,16 +84,3 @@ def check_imported(source: Path) -> None:
     found = Path(import_module("thinwire").__file__ or "").parents[1]
     if found.resolve() != source.resolve():
         raise SystemExit(f"thinwire was imported from {found}, not from {source}: is it a folder src?")
-
-
-def _complete(thinwire: Any) -> None:
-    """Add names that the bench needs and that thinwire lacked before version 0.2."""
-    if not hasattr(thinwire, "Configuration"):
-        thinwire.Configuration = ABCMeta("Configuration", (), {})
-        thinwire.Configuration.register(thinwire.Averaging)
-        thinwire.Configuration.register(thinwire.ZeRO)
-    for counted in (thinwire.Stats, thinwire.StepRecord):
-        if "encode_seconds" not in counted.__dataclass_fields__:
-            counted.encode_seconds = property(attrgetter("compute_seconds"))
-    if find_spec("thinwire.programs.description") is None:
-        sys.modules["thinwire.programs.description"] = import_module("thinwire.programs.program")

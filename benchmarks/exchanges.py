@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllToAll, Collective, Exchange
 from thinwire.tools.lab.namespaces import Lab
 from thinwire.tools.lab.network import plan

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/fsdp.py
 
 Two sites of two hosts each, with fast links within a site and a slow one between them. Every round takes one
-training step with each contestant, in random order, each with a model of its own. Times are medians with
+training step with each contestant, in random order, each with a separate model. Times are medians with
 quartiles over the rounds, of the slowest rank. Bytes are those that a site has sent to the other in a step,
 counted at its slow link. The floor is what that link needs for them.
 """
@@ -109,17 +109,17 @@ def measure(
                 if "Error" in line:
                     print(f"host {host} | {line}", file=sys.stderr)
                 return
-            told = json.loads(line.removeprefix(MARK))
-            if isinstance(told, dict):
-                found.update(told)
+            reported = json.loads(line.removeprefix(MARK))
+            if isinstance(reported, dict):
+                found.update(reported)
                 return
-            number, when, name = told.split(" ", 2)
+            number, when, name = reported.split(" ", 2)
             count = (lab.bytes_between() or [0])[0]
             if when == "begin":
                 before = count
             elif int(number) >= WARM_UP:
                 sent[name].append(count - before)
-            (Path(folder) / told).touch()
+            (Path(folder) / reported).touch()
 
         command = [sys.executable, "-W", "ignore", __file__, *arguments, "--rank", "--folder", folder]
         run_on(lab, command, listen)
@@ -150,7 +150,7 @@ def main() -> None:
         rank_main(options)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    count = sum(one.numel() for one in meta_model(options).parameters())
+    count = sum(parameter.numel() for parameter in meta_model(options).parameters())
     print(f"{network(options)}; {count / 1e6:.1f} M parameters, {4 * count / 1e6:.1f} MB of gradients")
     found, sent, rate = measure(options, sys.argv[1:])
     print(f"{options.rounds} steps each, interleaved; ms a step, median (quartiles)")

@@ -24,7 +24,7 @@ from thinwire.tools.bench.contestants import Contestant
 from thinwire.tools.bench.devices import ON_CPU
 from thinwire.tools.bench.measure import measure
 from thinwire.tools.bench.results import Track
-from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB, RIVALS, Rival, hook_rival
+from thinwire.tools.bench.torch_baselines import COUNTERPARTS, ONE_BUCKET_MB, Counterpart, hook_counterpart
 from thinwire.tools.bench.workloads import find_workload
 from thinwire.tools.lab.namespaces import Lab
 from thinwire.tools.lab.network import plan
@@ -35,19 +35,19 @@ PER_TENSOR, PER_CHANNEL = "quantization_pertensor_hook", "quantization_perchanne
 OURS = ["BF16", "TwoShot(Quantize(block=64))", "Int8", "Int4", "Int2", "FP8", "Sign", "TopK"]
 
 
-def _mended(name: str) -> Rival:
+def _mended(name: str) -> Counterpart:
     """Return torch's hook of that name, repaired and in one bucket."""
 
     def register(ddp: DDP, program: Any) -> None:
         ddp.register_comm_hook(ddp.process_group, getattr(mend(), name))
 
-    return hook_rival(lambda program: name, register, ONE_BUCKET_MB)
+    return hook_counterpart(lambda program: name, register, ONE_BUCKET_MB)
 
 
 def contestants() -> list[Contestant]:
     """Return plain DDP, torch's hooks and thinwire's programs."""
     # A torch contestant is found by the name of the program that it is compared with.
-    RIVALS["Int8"], RIVALS["Int4"] = _mended(PER_TENSOR), _mended(PER_CHANNEL)
+    COUNTERPARTS["Int8"], COUNTERPARTS["Int4"] = _mended(PER_TENSOR), _mended(PER_CHANNEL)
     return [
         Contestant("DDP", "ddp", ""),
         Contestant("torch fp16_compress_hook", "torch", "FP16"),

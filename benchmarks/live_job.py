@@ -1,6 +1,6 @@
 """A job of replicas that are killed, frozen or cut off, and come back, for soaks and tests.
 
-Replicas are processes of this machine. With a lab, each of them is on an emulated host of its own, and the
+Replicas are processes of this machine. With a lab, each of them is on its own emulated host, and the
 lighthouse is on the lab's last host.
 """
 
@@ -136,7 +136,7 @@ class Job:
 
     def end(self, seconds: float = 120.0) -> list[dict[str, Any]]:
         """Let all replicas train some steps more and finalize; return the results of all ranks."""
-        latest = max(one["step"] for place in range(self.plan.replicas) for one in self.exchanges(place))
+        latest = max(row["step"] for place in range(self.plan.replicas) for row in self.exchanges(place))
         part = self.plan.folder / "end.part"
         part.write_text(str(latest + 50))
         part.rename(self.plan.folder / "end")

@@ -1,4 +1,4 @@
-"""What a replica's absence costs in loss: `examples/train_torchft.py` without torchft and thinwire.
+"""The loss caused by a replica's absence: `examples/train_torchft.py` without torchft and thinwire.
 
     .venv/bin/python benchmarks/live_loss.py --absent 100-392 --seeds 5
 
@@ -31,8 +31,8 @@ def trained(seed: int, absent: range, options: argparse.Namespace) -> float:
     if seed:  # 0 is the order of the example
         random.Random(seed).shuffle(places)
     modules = [model(128) for _ in range(options.replicas)]
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in modules]
-    anchors = [one.detach().clone().requires_grad_() for one in modules[0].parameters()]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in modules]
+    anchors = [parameter.detach().clone().requires_grad_() for parameter in modules[0].parameters()]
     outer = torch.optim.SGD(anchors, lr=0.8, momentum=0.5, nesterov=True)
     for step in range(options.steps):
         present = [place for place in range(options.replicas) if place != ABSENT or step not in absent]
@@ -47,9 +47,11 @@ def trained(seed: int, absent: range, options: argparse.Namespace) -> float:
         if (step + 1) % options.period == 0:
             exchange(anchors, outer, [modules[place] for place in present], modules)
     with torch.no_grad():
-        mean = [torch.stack(own).mean(0) for own in zip(*(one.parameters() for one in modules), strict=True)]
-        for one, value in zip(modules[0].parameters(), mean, strict=True):
-            one.copy_(value)
+        mean = [
+            torch.stack(own).mean(0) for own in zip(*(module.parameters() for module in modules), strict=True)
+        ]
+        for parameter, value in zip(modules[0].parameters(), mean, strict=True):
+            parameter.copy_(value)
         rows = data[:64]
         return tiny.loss_of(modules[0](rows), rows).item()
 
@@ -61,13 +63,13 @@ def exchange(
     everyone: Sequence[nn.Module],
 ) -> None:
     """Move the anchors by the mean change of the replicas that are present, and set all replicas to them."""
-    for anchor, *own in zip(anchors, *(one.parameters() for one in present), strict=True):
-        anchor.grad = torch.stack([anchor.detach() - one.detach() for one in own]).mean(0)
+    for anchor, *own in zip(anchors, *(module.parameters() for module in present), strict=True):
+        anchor.grad = torch.stack([anchor.detach() - parameter.detach() for parameter in own]).mean(0)
     outer.step()
     with torch.no_grad():
         for module in everyone:
-            for one, anchor in zip(module.parameters(), anchors, strict=True):
-                one.copy_(anchor)
+            for parameter, anchor in zip(module.parameters(), anchors, strict=True):
+                parameter.copy_(anchor)
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def serve(plan: Plan, port: int, network: Path) -> None:
 
 
 def replica(plan: Plan, place: Place) -> None:
-    """Train as one rank of a replica, from parameters of its own, until the job's end."""
+    """Train as one rank of a replica, from different parameters, until the job's end."""
     enter(place.network)
     torch.set_num_threads(1)
     name = f"{place.replica}-{place.life}" + (f"-rank-{place.rank}" if place.rank else "")
@@ -146,7 +146,7 @@ def _run(plan: Plan, place: Place, name: str) -> None:
 
 
 def _mesh(plan: Plan, place: Place) -> Any:
-    """Return the mesh of this replica's ranks, on a process group of their own."""
+    """Return the mesh of this replica's ranks, on a separate process group."""
     store = plan.folder / f"store-{place.replica}-{place.life}"
     dist.init_process_group(
         "gloo",
@@ -180,8 +180,11 @@ def _train(plan: Plan, place: Place, wire: Any, trained: tuple[Any, Any], progre
 
 def _digest(module: nn.Module) -> str:
     """Return a hash of the whole parameters' bits. Collective among the ranks of a replica."""
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in module.parameters()]
-    bits = torch.cat([one.detach().flatten() for one in whole]).view(torch.uint8)
+    whole = [
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        for parameter in module.parameters()
+    ]
+    bits = torch.cat([tensor.detach().flatten() for tensor in whole]).view(torch.uint8)
     return hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
 
 

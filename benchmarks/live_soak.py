@@ -2,7 +2,7 @@
 
     python benchmarks/live_soak.py --episodes 50 --minutes 20
 
-One job of three replicas trains on, each replica on an emulated host of its own. In each episode something
+One job of three replicas trains, each replica on its own emulated host. In each episode something
 happens to a random replica at a random moment, between exchanges or in one:
 
     kill      SIGKILL, and later another start
@@ -33,10 +33,10 @@ from thinwire.tools.lab.namespaces import Lab
 from thinwire.tools.lab.network import plan as network_plan
 
 _LASTS = 1.25
-"""How long a replica is frozen or cut off, in time limits of a collective."""
+"""The time that a replica is frozen or cut off, in time limits of a collective."""
 
 Harm = tuple[Callable[[int], None], Callable[[int], None], float]
-"""What happens to a replica, what ends it, and the least number of seconds between them."""
+"""A fault of a replica, the event that ends it, and the least number of seconds between them."""
 
 
 def episode(job: Job, kind: Harm, chance: random.Random) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def episode(job: Job, kind: Harm, chance: random.Random) -> tuple[float, float]:
     victim = chance.randrange(job.plan.replicas)
     others = [place for place in range(job.plan.replicas) if place != victim]
     time.sleep(chance.uniform(0, 0.5))
-    before = max(one["exchanges"] for place in others for one in job.exchanges(place)[-1:])
+    before = max(row["exchanges"] for place in others for row in job.exchanges(place)[-1:])
     harm(victim)
     began = time.monotonic()
 
@@ -81,7 +81,7 @@ def settled(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     kept: dict[int, dict[str, Any]] = {}
     for row in rows:
         number = row["exchanges"]
-        kept = {one: value for one, value in kept.items() if one < number} | {number: row}
+        kept = {known: value for known, value in kept.items() if known < number} | {number: row}
     return kept
 
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, folder: Path, lab: Lab | None) -> int:
         }
         if lab is not None:
             harms["cut"] = (lab.cut, lab.mend, _LASTS * plan.timeout)
-        chosen = [one for one in options.only.split(",") if one in harms] or list(harms)
+        chosen = [name for name in options.only.split(",") if name in harms] or list(harms)
         job.await_start()
         while len(times) < options.episodes and time.monotonic() < deadline:
             kind = chance.choice(chosen)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, folder: Path, lab: Lab | None) -> int:
             )
         compared, failures = check(job)
         results = job.end()
-    assert len({one["digest"] for one in results}) == 1, f"models differ at the end: {results}"
+    assert len({result["digest"] for result in results}) == 1, f"models differ at the end: {results}"
     alone, back = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"medians: the others went on after {alone:.1f} s; the replica was back in {back:.1f} s")
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))

@@ -4,9 +4,9 @@
     .venv/bin/python -m benchmarks.losses --programs "TopK(0.015625)" --ranks 4 --workload gpt-6m
 
 Every contestant trains the same model from the same weights on the same batches. One model serves all ranks,
-because the program gives all of them the same mean. Matrices are averaged by the program and vectors exactly,
-as `attach` does. The loss is that on held-out batches. Bytes are those that rank 0 sends for the matrices in
-the last step.
+because the program returns the same mean on all of them. Matrices are averaged by the program and vectors
+exactly, as `attach` does. The loss is that on held-out batches. Bytes are those that rank 0 sends for the
+matrices in the last step.
 """
 
 import argparse
@@ -58,16 +58,18 @@ def train(program: Program, workload: Workload, ranks: int, points: list[int]) -
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
     named = dict(model.named_parameters())
-    matrices = {name: one for name, one in named.items() if one.dim() > 1}
+    matrices = {name: tensor for name, tensor in named.items() if tensor.dim() > 1}
     counted = Counted(program)
-    simulated = SimulatedRanks(counted, {name: one.shape for name, one in matrices.items()}, ranks)
+    simulated = SimulatedRanks(counted, {name: tensor.shape for name, tensor in matrices.items()}, ranks)
     losses = []
     for step in range(1, max(points) + 1):
         gradients = [_gradients(model, workload.batch(rank, step)) for rank in range(ranks)]
         counted.bytes_sent = 0
         flat = [torch.cat([own[name].flatten() for name in matrices]) for own in gradients]
         mean = simulated.step(flat)[0].mean
-        for name, part in zip(matrices, mean.split([one.numel() for one in matrices.values()]), strict=True):
+        for name, part in zip(
+            matrices, mean.split([tensor.numel() for tensor in matrices.values()]), strict=True
+        ):
             matrices[name].grad = part.view_as(matrices[name]).clone()
         for name in named.keys() - matrices.keys():
             named[name].grad = torch.stack([own[name] for own in gradients]).mean(0)

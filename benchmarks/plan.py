@@ -38,8 +38,7 @@ from thinwire.tools.bench.predict import Prediction, predict
 from thinwire.tools.bench.results import Cell, Track, plain
 from thinwire.tools.bench.workloads import find_workload
 from thinwire.tools.lab.namespaces import Lab
-from thinwire.tools.lab.network import plan
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import parse_rate, plan
 from thinwire.tools.lab.run import run_on
 
 MARK = "plan "
@@ -96,7 +95,7 @@ def run(workload: str, hosts: int, link: str, options: argparse.Namespace) -> Sa
     if not found:
         raise SystemExit(f"{workload}, {hosts} hosts at {link}: a rank failed, see the error above")
     tracks = [Track(**track) for track in found["tracks"]]
-    size = sum(one.numel() for one in find_workload(workload).model().parameters())
+    size = sum(parameter.numel() for parameter in find_workload(workload).model().parameters())
     cell = Cell(workload, hosts, link, f"{hosts} hosts at {link}", parse_rate(link), size, tracks)
     return {"cell": asdict(cell), "network": found["network"]}
 
@@ -118,10 +117,10 @@ def show(name: str, found: list[Prediction]) -> None:
     print(
         f"\n{name}\n{'':<38}{'predicted':>11}{'measured':>11}{'step':>8}{'bytes':>8}{'encode':>8}{'wire':>8}"
     )
-    for one in found:
-        times = f"{1e3 * one.predicted.step:>8.0f} ms{1e3 * one.measured['step']:>8.0f} ms"
-        errors = (one.error(term) for term in ("step", "bytes", "encode", "wire"))
-        print(f"{one.name:<38}{times}{''.join(_percent(error) for error in errors)}")
+    for prediction in found:
+        times = f"{1e3 * prediction.predicted.step:>8.0f} ms{1e3 * prediction.measured['step']:>8.0f} ms"
+        errors = (prediction.error(term) for term in ("step", "bytes", "encode", "wire"))
+        print(f"{prediction.name:<38}{times}{''.join(_percent(error) for error in errors)}")
 
 
 def _percent(error: float | None) -> str:
@@ -130,13 +129,13 @@ def _percent(error: float | None) -> str:
 
 def winner_is_right(found: list[Prediction]) -> bool:
     """Return whether the contestant that is predicted to be fastest is so, or within 5 % of the fastest."""
-    chosen = min(found, key=lambda one: one.predicted.step)
-    return chosen.measured["step"] <= NEAR * min(one.measured["step"] for one in found)
+    chosen = min(found, key=lambda prediction: prediction.predicted.step)
+    return chosen.measured["step"] <= NEAR * min(prediction.measured["step"] for prediction in found)
 
 
 def conclude(cells: dict[str, list[Prediction]]) -> None:
     """Print the errors of all cells, with the aims."""
-    errors = [abs(one.error() or 0.0) for found in cells.values() for one in found]
+    errors = [abs(prediction.error() or 0.0) for found in cells.values() for prediction in found]
     right = statistics.mean(winner_is_right(found) for found in cells.values())
     middle, worst = statistics.median(errors), max(errors)
     print(f"\n{len(errors)} rows in {len(cells)} cells")

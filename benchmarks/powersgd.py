@@ -31,8 +31,8 @@ from thinwire.tools.bench.results import Results
 from thinwire.tools.bench.summary import rows
 from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB
 from thinwire.tools.bench.workloads import WORKLOADS
+from thinwire.tools.cli.output import tables, title
 from thinwire.tools.cli.progress import progress
-from thinwire.tools.cli.table import tables, title
 
 OURS, HALF = "PowerSGD(rank=4,warmup=0)", "PowerSGD(rank=4,factor_dtype='bf16',warmup=0)"
 CONTESTANTS = {

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
+"""Costs that grow with the number of ranks: requests to the store, time on the host, bytes, memory, messages.
 
     .venv/bin/python benchmarks/scale.py              # all parts
     .venv/bin/python benchmarks/scale.py store --ranks 8,64,256
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.plan.encode import measure
 from thinwire.plan.traffic import Layout, traffic
 from thinwire.programs.program import Program
@@ -64,7 +64,7 @@ class Counted(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Get several keys."""
         self._count("multi_get", len(keys))
-        return [bytes(one) for one in self._inner.multi_get(keys)]
+        return [bytes(value) for value in self._inner.multi_get(keys)]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
@@ -151,8 +151,10 @@ def sent(ranks: int) -> None:
     """Count the bytes that a rank sends for one slice of a megabyte, its messages, and what it keeps."""
     for program in PROGRAMS:
         found = traffic(_layout(program), ranks, 10)
-        total = sum(one.sent for one in found.transfers)
-        messages = [2 * (ranks - 1) if one.kind == "AllReduce" else ranks - 1 for one in found.transfers]
+        total = sum(transfer.sent for transfer in found.transfers)
+        messages = [
+            2 * (ranks - 1) if transfer.kind == "AllReduce" else ranks - 1 for transfer in found.transfers
+        ]
         flying = found.in_flight / 1e6
         print(
             f"{ranks:>6} ranks: {program!r:<36}{total / 1e6:>9.3f} MB sent, {sum(messages):>6} messages of"

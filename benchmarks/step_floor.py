@@ -116,8 +116,7 @@ def measure_cell(hosts: int, link: str, options: argparse.Namespace) -> list["Ce
     """Measure one network. Return one cell for each checkout."""
     from thinwire.tools.bench.results import Cell, Track
     from thinwire.tools.lab.namespaces import Lab
-    from thinwire.tools.lab.network import plan
-    from thinwire.tools.lab.rate import parse_rate
+    from thinwire.tools.lab.network import parse_rate, plan
     from thinwire.tools.lab.run import run_on
 
     checkouts = [SOURCE, *([options.against] if options.against else [])]
@@ -174,7 +173,7 @@ def show(cell: "Cell") -> None:
         if row.step is None or row.speed_up is None:
             print(f"{row.name:<40}  {row.unavailable}")
             continue
-        low, middle, high = (1e3 * one for one in row.step)
+        low, middle, high = (1e3 * seconds for seconds in row.step)
         link, floor = 1e3 * (row.link_floor or 0.0), 1e3 * (row.floor or 0.0)
         torchs = f"{1 / row.torch_speed_up:>9.2f}" if row.torch_speed_up else f"{'-':>9}"
         print(
@@ -184,7 +183,7 @@ def show(cell: "Cell") -> None:
 
 
 def show_aims(cell: "Cell") -> None:
-    """Print each aim for this network beside its measured figure."""
+    """Print each aim for this network with its measured figure."""
     from thinwire.tools.bench.summary import rows
 
     found = {row.name: row for row in rows(cell) if row.step}
@@ -207,7 +206,7 @@ def compare(new: "Cell", old: "Cell") -> None:
         mine, theirs = track.step_seconds[3:], other.step_seconds[3:]
         low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=True)], n=4)
         verdict = "slower" if low > 1 else "faster" if high < 1 else "as fast"
-        steps = "".join(f"{1e3 * statistics.median(one):>7.0f} ms" for one in (theirs, mine))
+        steps = "".join(f"{1e3 * statistics.median(seconds):>7.0f} ms" for seconds in (theirs, mine))
         print(f"{track.name:<40}{steps}{f'{middle:.2f} ({low:.2f}-{high:.2f})':>20} {verdict:>9}")
 
 
@@ -221,8 +220,8 @@ def main() -> None:
     add("--links", default="100mbit")
     add("--workload", default="gpt-1m")
     add("--rounds", type=int, default=30)
-    add("--bucket-mb", type=float, help="default: what suits each contestant")
-    add("--programs", nargs="+", default=PROGRAMS, help="as for thinwire bench, but each a word of its own")
+    add("--bucket-mb", type=float, help="default: the best for each contestant")
+    add("--programs", nargs="+", default=PROGRAMS, help="as for thinwire bench, but separated by spaces")
     add("--no-torch", action="store_true")
     add("--against", type=Path, metavar="SRC", help="the folder src of another checkout")
     for hidden in ("--checkout", "--turns"):

@@ -34,7 +34,7 @@ from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.tools.bench.parsing import parse_program
 from thinwire.tools.bench.workloads import Workload, find_workload
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import parse_rate
 
 Tensors = Mapping[str, torch.Tensor]
 HELD_OUT = 32
@@ -73,14 +73,14 @@ class Exchanges:
         ]
         counts = [[Counted(chosen) for chosen, _ in job] for job in jobs]
         running = [
-            [mean_of(one(bucket, memory)) for one, (_, bucket) in zip(own, job, strict=True)]
+            [mean_of(program(bucket, memory)) for program, (_, bucket) in zip(own, job, strict=True)]
             for own, job, memory in zip(counts, jobs, staged, strict=True)
         ]
         with torch.no_grad():
             results = simulate(running).results[0]
         for memory in staged:
             memory.commit()
-        self.sent += sum(one.bytes_sent for one in counts[0])
+        self.sent += sum(count.bytes_sent for count in counts[0])
         found: dict[str, torch.Tensor] = {}
         for (_, bucket), mean in zip(jobs[0], results, strict=True):
             found |= replace(bucket, buffer=mean).views()
@@ -97,8 +97,8 @@ class Training:
         self._gradients: Program = contestant if self._averaging is None else self._averaging.gradients
         # Ranks whose gradients are averaged hold equal models, so that one model stands for all.
         self.models = [deepcopy(model) for _ in range(1 if self._averaging is None else world)]
-        self._optimizers = [workload.optimizer(one.parameters()) for one in self.models]
-        shapes = {name: one.shape for name, one in model.named_parameters()}
+        self._optimizers = [workload.optimizer(model.parameters()) for model in self.models]
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.exchanges = [Exchanges(shapes, world) for _ in ("gradients", "models")]
         self._world = world
         self._anchors: Anchors | None = None
@@ -108,7 +108,7 @@ class Training:
     @property
     def sent(self) -> int:
         """Bytes that rank 0 has sent."""
-        return sum(one.sent for one in self.exchanges)
+        return sum(exchange.sent for exchange in self.exchanges)
 
     def step(self) -> None:
         """Train one step on every rank, and average."""
@@ -117,7 +117,7 @@ class Training:
         loop = None if self._averaging is None else self._averaging.outer_loop
         if loop is not None and since == 1:
             held = dict(self.models[0].named_parameters())
-            fragments = split_evenly({name: one.numel() for name, one in held.items()}, 1)
+            fragments = split_evenly({name: tensor.numel() for name, tensor in held.items()}, 1)
             self._anchors = Anchors(held, fragments, loop.optimizer)
         own = [self._backward(rank) for rank in range(self._world)]
         if since <= 0:
@@ -136,7 +136,7 @@ class Training:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(
-                    torch.stack([dict(one.named_parameters())[name] for one in self.models]).mean(0)
+                    torch.stack([dict(model.named_parameters())[name] for model in self.models]).mean(0)
                 )
             assert self._workload.held_out is not None
             losses = [model(self._workload.held_out(0, number)) for number in range(HELD_OUT)]
@@ -146,11 +146,16 @@ class Training:
         model = self.models[min(rank, len(self.models) - 1)]
         model.zero_grad()
         model(self._workload.batch(rank, self._step)).backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return {
+            name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
 
     def _average(self) -> None:
         """Set all models to their mean, or to anchors that an outer optimizer steps by the mean change."""
-        held = [{name: one.detach() for name, one in model.named_parameters()} for model in self.models]
+        held = [
+            {name: parameter.detach() for name, parameter in model.named_parameters()}
+            for model in self.models
+        ]
         loop = None if self._averaging is None else self._averaging.outer_loop
         if self._anchors is None or loop is None:
             result = self.exchanges[1].mean(held, thinwire.Exact(), self._used)
@@ -176,7 +181,7 @@ def train(workload: Workload, contestant: Any, world: int, steps: int) -> Iterat
 
 
 class Runs:
-    """Finished runs by workload, contestant, ranks, steps and seed, kept in a file if one is given."""
+    """Finished runs by workload, contestant, ranks, steps and seed, kept in a file if there is a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

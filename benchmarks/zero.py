@@ -115,7 +115,7 @@ def rank(workload_name: str, rounds: int, only: list[str]) -> None:
     for _, optimizer, found in entries.values():
         kept = getattr(optimizer, "optim", optimizer).state
         tensors = [value for state in kept.values() for value in state.values()]
-        found.state_bytes = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
+        found.state_bytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
     if dist.get_rank() == 0:
         report = {name: asdict(found) for name, (_, _, found) in entries.items()}
         print(f"\n{MARK}{json.dumps(report)}", flush=True)
@@ -148,13 +148,13 @@ def show(found: dict[str, Found]) -> None:
     base_step, base_sent = statistics.median(first.seconds[skip:]), statistics.median(first.sent[skip:])
     rival = "x torch" if next(iter(found)) != DDPS else "x DDP"
     print(f"{'':<34}{'step':>10}{rival:>9}{'sent':>11}{rival:>9}{'state':>10}   x DDP's step")
-    for name, one in found.items():
-        step, sent = statistics.median(one.seconds[skip:]), statistics.median(one.sent[skip:])
-        ratios = [own / plain for own, plain in zip(one.seconds[skip:], ddps, strict=True)]
+    for name, measured in found.items():
+        step, sent = statistics.median(measured.seconds[skip:]), statistics.median(measured.sent[skip:])
+        ratios = [own / plain for own, plain in zip(measured.seconds[skip:], ddps, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(
             f"{name:<34}{1e3 * step:>7.0f} ms{step / base_step:>9.2f}{sent / 1e6:>8.2f} MB"
-            f"{sent / base_sent:>9.2f}{one.state_bytes / 1e6:>7.1f} MB"
+            f"{sent / base_sent:>9.2f}{measured.state_bytes / 1e6:>7.1f} MB"
             f"   {middle:.2f} ({low:.2f} to {high:.2f})"
         )
 

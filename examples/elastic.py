@@ -79,8 +79,8 @@ class Job:
     def residual(self) -> torch.Tensor:
         """Return the mean of all ranks' residuals, which compression has not sent yet."""
         ((inner,),) = self.wire.state_dict().values()
-        slots = [(key, one) for slots in inner["memory"].values() for key, one in slots.items()]
-        residuals = [one.double().flatten() for key, one in slots if key.endswith("residual")]
+        slots = [(key, slot) for slots in inner["memory"].values() for key, slot in slots.items()]
+        residuals = [slot.double().flatten() for key, slot in slots if key.endswith("residual")]
         total = torch.cat([torch.zeros(1, dtype=torch.float64), *residuals])
         dist.all_reduce(total)
         return total / self.size
@@ -94,7 +94,9 @@ class Job:
 
     def digest(self) -> str:
         """Return a short hash of the parameters' bits."""
-        bits = torch.cat([one.detach().flatten() for one in self.ddp.parameters()]).view(torch.uint8)
+        bits = torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()]).view(
+            torch.uint8
+        )
         return hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
 
 

@@ -46,12 +46,12 @@ class Options:
 def parsed(description: str | None) -> Options:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    for one in fields(Options):
-        flag, kind = f"--{one.name.replace('_', '-')}", type(one.default)
+    for option in fields(Options):
+        flag, kind = f"--{option.name.replace('_', '-')}", type(option.default)
         if kind is bool:
             parser.add_argument(flag, action="store_true")
         else:
-            parser.add_argument(flag, type=kind, default=one.default)
+            parser.add_argument(flag, type=kind, default=option.default)
     return Options(**vars(parser.parse_args()))
 
 
@@ -92,7 +92,7 @@ def batches(steps: int, rank: int, world_size: int, size: int = 8) -> torch.Tens
 
 def digest(module: nn.Module) -> str:
     """Return a short hash of the parameters' bits."""
-    bits = torch.cat([one.detach().flatten() for one in module.parameters()]).view(torch.uint8)
+    bits = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).view(torch.uint8)
     return hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
 
 
@@ -112,7 +112,7 @@ def result(wire: Wire, module: nn.Module) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], path: Path | None = None) -> None:
-    """Print a result as one line, and write it to a file if a path is given."""
+    """Print a result as one line, and write it to a file if there is a path."""
     line = json.dumps(found)
     print(line, flush=True)
     if path is not None:

@@ -40,7 +40,9 @@ class Module(LightningModule):
         size, rank = self.trainer.world_size, self.trainer.global_rank
         rows = tiny.Rows()
         batches = range(done * size + rank, len(rows) // 8, size)
-        return DataLoader(Subset(rows, [8 * one + row for one in batches for row in range(8)]), batch_size=8)
+        return DataLoader(
+            Subset(rows, [8 * batch + row for batch in batches for row in range(8)]), batch_size=8
+        )
 
 
 def train(

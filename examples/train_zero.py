@@ -42,7 +42,8 @@ def main(folder: Path = Path("zero-checkpoint")) -> None:
     step = thinwire.load_checkpoint(folder, again, its_optimizer, its_wire)["step"]
     train(again, its_optimizer, step, 256)
     equal = all(
-        torch.equal(one, other) for one, other in zip(ddp.parameters(), again.parameters(), strict=True)
+        torch.equal(parameter, other)
+        for parameter, other in zip(ddp.parameters(), again.parameters(), strict=True)
     )
     if dist.get_rank() == 0:
         print(f"loss {first:.3f} after 128 steps, {last:.3f} after 256; {wire.stats()}")

@@ -47,7 +47,7 @@ class Commands(click.Group):
         for path in sorted((package_folder() / "tools" / "cli").glob("*.py")):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef) and any(
-                    ast.unparse(one).startswith("click.command") for one in node.decorator_list
+                    ast.unparse(decorator).startswith("click.command") for decorator in node.decorator_list
                 ):
                     about = (ast.get_docstring(node) or "").partition("\n")[0]
                     commands[node.name.replace("_", "-")] = (f"thinwire.tools.cli.{path.stem}", about)
@@ -79,7 +79,7 @@ class Commands(click.Group):
         """Return the commands and options that begin with `incomplete`, without importing any."""
         names = [CompletionItem(name, help=about) for name, (_, about) in self.found.items()]
         return [
-            *(one for one in names if one.value.startswith(incomplete)),
+            *(item for item in names if item.value.startswith(incomplete)),
             *click.Command.shell_complete(self, ctx, incomplete),
         ]
 
@@ -100,7 +100,7 @@ class Commands(click.Group):
             click.echo(f"Error: the code of the model or program called sys.exit({error.code})", err=True)
             ctx.exit(1)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # click ends no_autograd if the reader of a pipe has gone
+            if error.errno == errno.EPIPE:  # click ends silently if the reader of a pipe has gone
                 raise
             where = f"{error.filename}: " if error.filename else ""
             click.echo(f"Error: {where}{error.strerror or error}", err=True)

@@ -1,5 +1,6 @@
 """Every test must leave the process as it found it."""
 
+import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
@@ -9,9 +10,24 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests import harness
+
 # Speed is shown by benchmarks, not by tests; the examples are what fits into ten minutes for all.
 settings.register_profile("thinwire", deadline=None, max_examples=50)
 settings.load_profile("thinwire")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt torch's million objects from garbage collection: looking at them takes 150 ms each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_end() -> Iterator[None]:
+    """End the ranks that were kept warm for further tests."""
+    yield
+    harness.end_warm_ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +35,8 @@ def _nothing_leaks() -> Iterator[None]:
     torch.manual_seed(0)
     threads_before = set(threading.enumerate())
     yield
-    assert not multiprocessing.active_children(), "the test left processes behind"
+    left = set(multiprocessing.active_children()) - set(harness.warm_processes())
+    assert not left, f"the test left processes behind: {left}"
     leaked = [thread.name for thread in threading.enumerate() if thread not in threads_before]
     assert not leaked, f"the test left threads behind: {leaked}"
     assert not dist.is_initialized(), "the test left a process group behind"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from thinwire import AllReduce, Collectives
+from thinwire.engine.comm.rendezvous import ranks_text
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import Await, Collective
-from thinwire.engine.rendezvous import ranks_text
 
 
 class StoreRendezvous:

@@ -1,35 +1,34 @@
-"""Runs a function on several real Gloo ranks and brings back what each returned.
+"""Runs a function on several real Gloo ranks and returns the result of each.
 
-Ranks are processes forked from a server that has torch loaded already, so a test costs a fraction of a
-second. The parent hosts the store, as torchrun's agent does, so the store outlives any rank; or rank 0 does,
-as without torchrun, so that it freezes and dies with that rank.
+Ranks are processes forked from a server that has torch loaded already. They are kept warm: a process runs one
+function after another, each in a new process group over a new store, until a function fails or leaves
+something behind (tests/rank_process.py compares). The parent hosts the store, as torchrun's agent does, so
+that it outlives any rank; or rank 0 does, as without torchrun, so that it freezes and dies with that rank.
 """
 
-import gc
+import atexit
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Collection
-from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from thinwire.engine.process_group import _backend_holders
+from tests import rank_process
+from tests.rank_process import Job
 
 # On some virtual machines AMX, which oneDNN takes for bf16, is an illegal instruction in a forked process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 _context = multiprocessing.get_context("forkserver")
 # DDP imports dynamo when the first model is wrapped, and torch compiles its optimizers when they are
 # imported: each takes longer than most tests.
-_PRELOADED = ["torch._dynamo", "torch.distributed.optim", "thinwire", "tests.harness"]
+_PRELOADED = ["torch._dynamo", "torch.distributed.optim", "thinwire", "tests.rank_process"]
 _context.set_forkserver_preload(_PRELOADED)
+
+SECONDS = 600
+"""The default limit of a function on ranks: far more than any takes, so that a busy machine fails no test."""
+_ENDING_SECONDS = 60
 
 
 def preload(*modules: str) -> None:
@@ -37,125 +36,136 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
+class _Rank:
+    """One process that runs jobs."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=rank_process.serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+    def end(self) -> int | None:
+        """Wait for the process to end, and return its exit code; None if it does not end."""
+        self.process.join(_ENDING_SECONDS)
+        code = self.process.exitcode
+        self.kill()
+        return code
+
+
+_warm: dict[int, _Rank] = {}
+"""The processes between two jobs, by the rank that each always has."""
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    seconds: float = 60,
-    group_timeout: float = 30,
+    seconds: float = SECONDS,
+    group_timeout: float = 180,
     dies: Collection[int] = (),
     rank_0_hosts: bool = False,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the results by rank.
 
     Fails the test if a rank raises, dies or stops (unless it is in `dies`) or takes longer than `seconds`.
+
+    Args:
+        function: A function of a module.
+        world_size: The number of ranks.
+        args: Further arguments, the same on every rank.
+        seconds: The limit for all ranks together.
+        group_timeout: The timeout of the process group, in seconds.
+        dies: The ranks that may be killed or stopped. They get new processes.
+        rank_0_hosts: Whether the store is on rank 0. It gets new processes.
+        fresh: Whether to use new processes that end after the function, for a function that changes more of
+            its process than tests/rank_process.py compares, or depends on what happens once in a process.
+
+    Returns:
+        The results by rank, None for a rank that died.
     """
+    alone = fresh or bool(dies) or rank_0_hosts
+    ranks: list[_Rank] = []
     deadline = time.monotonic() + seconds
-    store = None if rank_0_hosts else _host()
+    store = None if rank_0_hosts else rank_process.host()
     port = 0 if store is None else store.port
-    pipes: list[Any] = []
-    processes: list[Any] = []
     try:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_rank_main, args=(function, rank, world_size, port, group_timeout, sender, args)
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+            ranks.append(_Rank() if alone or rank not in _warm else _warm.pop(rank))
+            job = Job(function, rank, world_size, port, group_timeout, args, alone)
+            ranks[rank].pipe.send_bytes(pickle.dumps(job))
             if port == 0:
-                assert receiver.poll(seconds), "rank 0 hosts no store"
-                port = pickle.loads(receiver.recv_bytes())
-        return _collect(pipes, processes, deadline, set(dies))
+                assert ranks[0].pipe.poll(seconds), "rank 0 hosts no store"
+                port = pickle.loads(ranks[0].pipe.recv_bytes())
+        return _collect(ranks, deadline, set(dies))
+    except BaseException:
+        end_warm_ranks(kill=True)  # one failure must not spread to the tests after it
+        raise
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
+        for process in ranks:
+            if process not in _warm.values():
+                process.kill()
 
 
-def _host() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def warm_processes() -> list[Any]:
+    """Return the processes that outlive a test."""
+    return [rank.process for rank in _warm.values()]
 
 
-def _collect(pipes: list[Any], processes: list[Any], deadline: float, dies: set[int]) -> list[Any]:
-    results: list[Any] = [None] * len(pipes)
-    for rank in sorted(range(len(pipes)), key=lambda rank: (rank in dies, rank)):
-        pipe = pipes[rank]
-        ended = rank in dies and len(dies) < len(pipes)  # a rank that dies alone is waited for
-        if not pipe.poll(0.0 if ended else max(0.0, deadline - time.monotonic())):
-            assert rank in dies, f"rank {rank} hangs"
-            processes[rank].kill()  # it has stopped instead
+def end_warm_ranks(*, kill: bool = False) -> None:
+    """End the processes between two jobs, and check that each can."""
+    ending = list(_warm.values())
+    _warm.clear()
+    for rank in ending:
+        if kill:
+            rank.kill()
+        else:
+            rank.pipe.send_bytes(pickle.dumps(None))
+    codes = [] if kill else [rank.end() for rank in ending]
+    assert all(code == 0 for code in codes), f"ranks ended with exit codes {codes} after their last test"
+
+
+atexit.register(end_warm_ranks)  # before multiprocessing's own handler, which waits for them
+
+
+def _collect(ranks: list[_Rank], deadline: float, dies: set[int]) -> list[Any]:
+    results: dict[int, Any] = {}
+    stays: dict[int, bool] = {}
+
+    def receive(rank: int) -> None:
         try:
-            fine, result = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            processes[rank].join()
-            assert rank in dies, f"rank {rank} died with exit code {processes[rank].exitcode}"
-            continue
+            fine, stays[rank], result = pickle.loads(ranks[rank].pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            ranks[rank].process.join()
+            code = ranks[rank].process.exitcode
+            assert rank in dies, f"rank {rank} died with exit code {code}"
+            fine, result = True, None
         assert fine, f"rank {rank} raised:\n{result}"
         results[rank] = result
-    for rank, process in enumerate(processes):
-        process.join(max(0.0, deadline - time.monotonic()))
-        code = process.exitcode
-        assert code == 0 or rank in dies, f"rank {rank} ended with exit code {code} after its work"
-    return results
 
-
-def _rank_main(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    group_timeout: float,
-    pipe: Any,
-    args: tuple[Any, ...],
-) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    world: dist.ProcessGroup | None = None
-    holders: list[object] = []
-    try:
-        if port == 0:
-            store = _host()
-            pipe.send_bytes(pickle.dumps(store.port))
-        else:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        limit = timedelta(seconds=group_timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-        # Held to the end by this thread: torch's hooks drop references on Gloo's own, and a group freed
-        # there waits for itself ("Resource deadlock avoided").
-        world = dist.group.WORLD
-        assert world is not None
-        holders = _backend_holders(world)  # torch 2.6 may not end the process otherwise
-        result = function(rank, world_size, *args)
-        gc.collect()
-        assert _wire_threads_end(), "a wire thread outlived its model"
-        dist.destroy_process_group()
-        message = (True, result)
-    except BaseException:
-        message = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(message))
-    pipe.close()
-    del world
-    del holders
-
-
-def _wire_threads_end(seconds: float = 5) -> bool:
-    """Whether no thread of ours is left; one that hangs up after a failure may take a moment.
-
-    One that asks a store on a frozen host waits as long as that is frozen.
-    """
-    deadline = time.monotonic() + seconds
-    while any("thinwire" in name and "store" not in name for name in _thread_names()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _thread_names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+    # The first rank that fails fails the test: the others may wait for it as long as the group does.
+    survivors = set(range(len(ranks))) - dies or dies
+    while waiting := {ranks[rank].pipe: rank for rank in survivors - set(results)}:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(waiting.values())} hang"
+        for pipe in ready:
+            receive(waiting[pipe])  # type: ignore[index]
+    for rank in dies - survivors:
+        if not ranks[rank].pipe.poll():
+            ranks[rank].process.kill()  # it has stopped instead
+        receive(rank)
+    for rank, process in enumerate(ranks):
+        if stays.get(rank):
+            _warm[rank] = process
+        elif rank not in dies:
+            process.process.join(_ENDING_SECONDS)
+            code = process.process.exitcode
+            assert code == 0, f"rank {rank} ended with exit code {code} after its work"
+    return [results[rank] for rank in range(len(ranks))]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire import AllGather, AllReduce, AllToAll, Bucket, Collectives, Memory, Outcome
-from thinwire.engine.process_group import torch_version
+from thinwire.engine.comm.process_group import torch_version
 
 COMPLEX = torch.complex64 if torch_version() >= (2, 9) else torch.float32
 """The dtype of complex parameters; real for torch 2.6, whose DDP cannot broadcast complex ones by Gloo."""

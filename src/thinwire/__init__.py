@@ -2,7 +2,28 @@
 
 Example::
 
-    wire = thinwire.attach(ddp, thinwire.BF16())
+    wire = thinwire.attach(ddp, thinwire.Int8(), optimizer=optimizer)
+    for batch in batches:  # as before, only clipping is the wire's
+        optimizer.zero_grad()
+        loss_of(ddp(batch)).backward()
+        wire.clip_grad_norm_(1.0)
+        optimizer.step()
+    wire.finalize()
+    print(wire.stats())
+
+The names that most scripts use:
+
+    attach                              compress what a DDP or FSDP2 model sends; returns a Wire
+    Wire                                stats, explain, clip_grad_norm_, finalize, swap, disable, state_dict
+    Exact, BF16, Int8, Int4, PowerSGD   programs for gradients, from exact to coarse
+    LocalSGD, DiLoCo, SparseLoCo        local training, with models exchanged every few steps
+    ZeRO                                optimizer state in shards
+    Schedule, Warmup, ErrorFeedback     programs by step, and around other programs
+    save_checkpoint, load_checkpoint    a whole job in one folder, on any number of ranks
+    ThinwireError                       the base of all errors
+
+Subpackages: `ddp_comm_hooks`, `model_averaging` and `optim` have torch's names, `integrations` is for
+frameworks, `telemetry` writes logs, and `testing` checks codecs, programs and hooks of your own.
 """
 
 import importlib
@@ -16,7 +37,9 @@ with warnings.catch_warnings():
 
 from thinwire.attach import attach
 from thinwire.checkpoint.dcp import PerRank, read_states
-from thinwire.checkpoint.optimizer_state import merged as merge_optimizer_states
+from thinwire.checkpoint.gather import GatheredState
+from thinwire.checkpoint.optimizer_state import merge_optimizer_states
+from thinwire.checkpoint.save import load_checkpoint, save_checkpoint
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import BlockCodec, Codec
 from thinwire.codecs.float8 import Float8
@@ -51,7 +74,6 @@ from thinwire.errors import (
     UnavailableError,
     WireError,
 )
-from thinwire.gathered_state import GatheredState
 from thinwire.models.fsdp.reduce_scatter import CompressedReduceScatter, compress_reduce_scatter
 from thinwire.monitors.audit import AuditRecord, ParameterAudit
 from thinwire.plan.auto import Auto
@@ -68,7 +90,6 @@ from thinwire.programs.rules import Size
 from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
-from thinwire.saving import load_checkpoint, save_checkpoint
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.diloco import DiLoCo
 from thinwire.strategies.averaging.hierarchical import Hierarchical
@@ -80,88 +101,102 @@ from thinwire.strategies.zero.zero import ZeRO
 from thinwire.version import __version__
 from thinwire.wire import Wire
 
-__all__ = [
-    "BF16",
-    "FP8",
-    "FP16",
-    "AcrossNodes",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "AttachError",
-    "AuditError",
-    "AuditRecord",
-    "Auto",
-    "Averaging",
-    "Await",
-    "BlockCodec",
-    "Broadcast",
-    "Bucket",
-    "Cast",
-    "Codec",
-    "Collectives",
-    "CompressedReduceScatter",
-    "Configuration",
-    "Context",
-    "DiLoCo",
-    "DivergedError",
-    "DriftError",
-    "ErrorFeedback",
-    "Exact",
-    "Exchange",
-    "Float8",
-    "Gathered",
-    "GatheredState",
-    "Hierarchical",
-    "Int2",
-    "Int4",
-    "Int8",
-    "LabError",
-    "LargestEntries",
-    "LocalSGD",
-    "Memory",
-    "MismatchError",
-    "OptionError",
-    "Outcome",
-    "ParameterAudit",
-    "Partition",
-    "PerRank",
-    "PowerSGD",
-    "Program",
-    "ProgramError",
-    "Quantize",
-    "RandomEntries",
-    "RandomK",
-    "Reduce",
-    "ReduceScatter",
-    "Reduced",
-    "Schedule",
-    "Sign",
-    "SignBits",
-    "Size",
-    "SparseLoCo",
-    "SparseMean",
-    "StateError",
+__all__ = [  # noqa: RUF022 - in the order of use, as docs/api.md
+    # Attach a model
+    "attach",
+    "Wire",
     "Stats",
     "StepRecord",
-    "Strategy",
-    "Target",
-    "ThinwireError",
+    # Compress gradients
+    "Exact",
+    "BF16",
+    "FP16",
+    "Int8",
+    "FP8",
+    "Int4",
+    "Int2",
+    "PowerSGD",
+    "Sign",
     "TopK",
-    "TwoMagnitudes",
-    "TwoShot",
-    "UnavailableError",
-    "Warmup",
-    "Wire",
-    "WireError",
+    "RandomK",
+    "Auto",
+    # Exchange models instead of gradients
+    "LocalSGD",
+    "DiLoCo",
+    "SparseLoCo",
+    "Hierarchical",
+    # Shard the optimizer
     "ZeRO",
-    "__version__",
-    "attach",
-    "compress_reduce_scatter",
-    "load_checkpoint",
     "merge_optimizer_states",
-    "read_states",
+    # Combine programs
+    "Schedule",
+    "Warmup",
+    "Partition",
+    "Size",
+    "AcrossNodes",
+    "ErrorFeedback",
+    # Save and resume
     "save_checkpoint",
+    "load_checkpoint",
+    "read_states",
+    "PerRank",
+    "GatheredState",
+    # Log and report
+    "AuditRecord",
+    "ParameterAudit",
+    # Shard the model
+    "compress_reduce_scatter",
+    "CompressedReduceScatter",
+    # Write a codec
+    "Codec",
+    "BlockCodec",
+    "Cast",
+    "Quantize",
+    "Float8",
+    "SignBits",
+    "TwoMagnitudes",
+    "LargestEntries",
+    "RandomEntries",
+    # Turn a codec into a program
+    "TwoShot",
+    "Reduced",
+    "Gathered",
+    "SparseMean",
+    # Write a program
+    "Program",
+    "Bucket",
+    "Outcome",
+    "Memory",
+    "Collectives",
+    "AllReduce",
+    "AllGather",
+    "AllToAll",
+    "Exchange",
+    "ReduceScatter",
+    "Reduce",
+    "Broadcast",
+    "Await",
+    # Write a strategy
+    "Configuration",
+    "Averaging",
+    "Strategy",
+    "Context",
+    "Target",
+    # Handle errors
+    "ThinwireError",
+    "OptionError",
+    "AttachError",
+    "UnavailableError",
+    "MismatchError",
+    "WireError",
+    "ProgramError",
+    "DriftError",
+    "DivergedError",
+    "AuditError",
+    "StateError",
+    "LabError",
+    # Version
+    "__version__",
 ]
 
 _SUBPACKAGES = ("ddp_comm_hooks", "integrations", "model_averaging", "optim", "telemetry", "testing")

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption
-from thinwire.engine.agreement import decline, set_up_of
+from thinwire.engine.comm.agreement import decline, set_up_of
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.meter import Meter
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import OptionError, ThinwireError
 from thinwire.models.ddp.model import DDPModel
 from thinwire.models.ddp.unwrap import ddp_of, find_ddp, is_wrapper
@@ -26,13 +26,13 @@ from thinwire.plan.auto import Auto
 from thinwire.programs.description import described
 from thinwire.programs.rules import Rules, checked_rules
 from thinwire.step.autograd import remove_handles
+from thinwire.step.loading import check_loaded_states
 from thinwire.step.model import Model
 from thinwire.step.options import Options, optimizers_of, time_limit_of
 from thinwire.step.runner import AttachedRun, connect
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.step.strategy import Attachable, Stages
 from thinwire.strategies.averaging.start import start_equal
-from thinwire.strategies.loading import check_loaded_states
 from thinwire.strategies.schedule import Schedule, stages_of
 from thinwire.wire import Wire
 

@@ -1,7 +1,7 @@
 """The version of thinwire, and access to private members of the versions of torch that it supports.
 
 Private members are named in four modules only, each with a table of its names: `amp/internals.py`,
-`engine/process_group.py`, `models/ddp/internals.py` and `models/fsdp/internals.py`.
+`engine/comm/process_group.py`, `models/ddp/internals.py` and `models/fsdp/internals.py`.
 """
 
 from typing import Any

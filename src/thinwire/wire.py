@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from thinwire.checkpoint.attachment import Attachment
 from thinwire.checkpoint.rank_keys import of_shard
 from thinwire.checkpoint.wire_state import ranked, saved
 from thinwire.engine.futures import at_work
@@ -15,9 +16,9 @@ from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import described
 from thinwire.programs.explain import explain, explain_buckets
 from thinwire.programs.rules import choose
+from thinwire.step.loading import load_state
 from thinwire.step.runner import AttachedRun
 from thinwire.step.strategy import Attachable, as_passed, configuration_of
-from thinwire.strategies.loading import load_state
 
 
 class Wire:
@@ -237,6 +238,39 @@ class Wire:
         own = state if shard is None else of_shard(state, shard)
         with at_work():
             load_state(self._runner, own, keep_buckets=keep_buckets)
+
+    def attachment(self, what: str) -> Attachment:
+        """Settle the latest step, and return what the wire is attached to, for code that saves or resumes.
+
+        Args:
+            what: The caller's name, for the error message.
+
+        Returns:
+            The model, its optimizers, the connection of its ranks, and what of their state ranks share now.
+
+        Raises:
+            AttachError: Called during backward, or in a signal handler that interrupted a step.
+        """
+        runner = self._runner
+        runner.between_steps(what)
+        return Attachment(
+            model=runner.context.model,
+            communicator=runner.communicator,
+            optimizers=runner.context.optimizers(),
+            scaler=runner.context.scaler,
+            optimizer_state_differs=runner.config.optimizer_state_differs,
+            replicas_equal=runner.strategy.replicas_equal,
+            saves_model=runner.strategy.saves_model,
+            trains_locally=any(stage.trains_locally for stage in runner.stages.all),
+        )
+
+    def await_optimizer_states(self) -> None:
+        """Accept another rank's optimizer state, because this rank's own is loaded after it.
+
+        Frameworks load rank 0's optimizer on every rank. Under `ZeRO` it lacks the moments of parameters that
+        this rank steps, which raises at once without this call, and with it at the next step.
+        """
+        self._runner.awaits_optimizers = True
 
     def __reduce__(self) -> str:
         raise AttachError(

@@ -13,9 +13,8 @@ from thinwire.plan.gaps import Known
 from thinwire.plan.network import Link, Network
 from thinwire.plan.planner import Planner
 from thinwire.plan.recommend import Limits
-from thinwire.plan.scale import RATES, scale
 from thinwire.tools.bench.parsing import parse_program
-from thinwire.tools.report.plan import render
+from thinwire.tools.report.plan import RATES, render, scale
 
 SIZES = (2, 8, 64)
 COMMAND = "thinwire plan --hosts 2..64 --plot <page>"

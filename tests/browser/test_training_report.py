@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.browser.pages import opened
-from tests.unit.test_training_log import audit, exchange
+from tests.tools.report.test_training import audit, exchange
 from thinwire.telemetry.log import Log
 from thinwire.telemetry.sinks import Row
 from thinwire.tools.report.training import render
@@ -97,7 +97,7 @@ def test_the_headline_tells_what_followed_and_text_from_outside_stays_text(
         " But audits found errors above the limit: see below."
     )
     names, values = (page.locator(f".key {one}").all_inner_texts() for one in ("dt", "dd"))
-    assert names == ["Program", "Loss", "Step time", "Collectives", "Dates", "Log"]
+    assert names == ["Program", "Loss", "Step time", "Steps", "Dates", "Log"]
     assert values[0] == f"{HOSTILE}, from step 15 Exact()"
     assert values[1] == "1.1 at step 39, 5 at step 0"
     assert values[4].startswith("2027-01-15 08:00 to 08:00 UTC")

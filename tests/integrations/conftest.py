@@ -1,9 +1,5 @@
 """Ranks start with the frameworks loaded: each takes seconds to import, and every rank would do so."""
 
-from pathlib import Path
-
-import pytest
-
 from tests import harness
 
 harness.preload(
@@ -14,10 +10,3 @@ harness.preload(
     "tests.integrations.frameworks",
     "benchmarks.live_job",
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Allow more time than elsewhere: a framework on a busy machine takes many times what it takes alone."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))

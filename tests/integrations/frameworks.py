@@ -44,7 +44,7 @@ RATIOS = {  # plain DDP's bytes over the program's, for 8 steps of this model on
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Call `function(rank, *args)` on every rank, in the environment that torchrun would give it."""
-    return run_ranks(_as_torchrun, world_size, function, args, seconds=250, group_timeout=120)
+    return run_ranks(_as_torchrun, world_size, function, args)
 
 
 def _as_torchrun(rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -182,7 +182,7 @@ def part(rank: int) -> str:
 
 def test_a_part_of_a_model_under_zero_cannot_be_clipped_by_norm() -> None:
     for message in on_ranks(part, 2):
-        assert "clip_grad_norm_ was given 1 of 4 trained parameters" in message
+        assert "clip_grad_norm_ received 1 of 4 trained parameters" in message
 
 
 def averaged(rank: int) -> tuple[str, str]:
@@ -253,7 +253,7 @@ def test_what_has_no_ddp_is_refused_with_the_way_out() -> None:
     for messages in on_ranks(refused, 2):
         unprepared, hooked, fsdp, deepspeed, megatron, single, mesh = messages
         assert "not a Sequential: wrap it" in unprepared
-        assert "attach to what prepare(model) returns" in unprepared
+        assert "attach to the model of prepare()" in unprepared
         assert "has the communication hook 'fp16_compress_hook' already" in hooked
         assert "leave out fsdp_plugin, and use thinwire.ZeRO()" in fsdp
         assert "leave out deepspeed_plugin, and use thinwire.ZeRO()" in deepspeed

@@ -163,4 +163,4 @@ def refused(rank: int, devices: int) -> str:
 @pytest.mark.parametrize(("devices", "name"), [(1, "SingleDeviceStrategy"), (2, "ModelParallelStrategy")])
 def test_what_has_no_ddp_is_refused_with_the_way_out(devices: int, name: str) -> None:
     for message in on_ranks(refused, devices, devices):
-        assert f'the fabric\'s strategy is {name}: give Fabric(strategy="ddp", devices=2) or more' in message
+        assert f'the fabric\'s strategy is {name}: use Fabric(strategy="ddp", devices=2) or more' in message

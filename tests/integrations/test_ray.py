@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from examples import tiny
 from tests.integrations.frameworks import on_ranks, plain
 from tests.surface.test_docs import python_blocks
@@ -55,7 +53,6 @@ def expected(rank: int) -> str:
     return digest
 
 
-@pytest.mark.timeout(900)  # Ray starts three sets of workers: 5 minutes on 2 cores that 20 processes share
 def test_a_worker_dies_and_the_restarted_job_ends_as_without_the_loss(tmp_path: Path) -> None:
     """The checkpoint lies between two averages, so every worker has a model and moments of its own.
 

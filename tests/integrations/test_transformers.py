@@ -170,7 +170,7 @@ def _begin(trainer: Any, callback: Any) -> None:
 
 def test_what_has_no_ddp_is_refused_with_the_way_out(tmp_path: Path) -> None:
     for uncalled, deepspeed, fsdp, mesh, unprepared in on_ranks(refused, 2, tmp_path):
-        assert "not called by Trainer.train(): give the callback to" in uncalled
+        assert "not called by Trainer.train(): pass the callback to" in uncalled
         assert "has deepspeed: leave it out, and use thinwire.ZeRO()" in deepspeed
         assert "has fsdp: leave it out, and use thinwire.ZeRO()" in fsdp
         assert "ParallelismConfig(tp_size=2) trains on a device mesh: leave out parallelism_config" in mesh

@@ -22,7 +22,6 @@ void tw_mean_encode(int32_t, int64_t, const Pieces *, int64_t, const float *cons
 void tw_decode(int32_t, int64_t, int64_t, const int64_t *, float *const *, const float *, const uint8_t *);
 void tw_add(int32_t, int64_t, int64_t, const int64_t *, float *const *, const float *, const uint8_t *, float);
 int32_t tw_finite(const float *, int64_t);
-int32_t tw_scale_finite(float *, int64_t, float);
 void tw_largest(const float *, int64_t, int64_t, int64_t, int64_t *);
 void tw_pack(const int64_t *, int64_t, int64_t, int64_t, uint8_t *);
 void tw_unpack(const uint8_t *, int64_t, int64_t, int64_t, int64_t *);
@@ -101,7 +100,7 @@ static void rows(int64_t width) {
     for (int64_t i = 0; i < 3 * kept; i++)
         if (places[i] < 0 || places[i] >= width || (i % kept && places[i] <= places[i - 1])) abort();
     for (int64_t bits = 0; bits < 10; bits++) packed(places, kept, width, bits);
-    (void)tw_finite(x, 3 * width), (void)tw_scale_finite(x, 3 * width, 1e30f);
+    (void)tw_finite(x, 3 * width);
     free(x), free(places);
 }
 

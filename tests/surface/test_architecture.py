@@ -48,7 +48,7 @@ DOORS = {
     SOURCE / name
     for name in (
         "amp/internals.py",
-        "engine/process_group.py",
+        "engine/comm/process_group.py",
         "models/ddp/internals.py",
         "models/fsdp/internals.py",
     )

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import thinwire
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "thinwire" / "kernels"
 
@@ -40,7 +42,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     for path in (ROOT / "src").rglob("*"):
-        if path.suffix in (".py", ".c", ".css", ".h", ".typed", ".html"):
+        if path.suffix in (".py", ".c", ".h", ".typed", ".html"):
             target = copy / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
@@ -57,11 +59,7 @@ def test_the_source_distribution_has_every_source(checkout: Path) -> None:
 def test_without_a_compiler_the_package_is_built_without_kernels(checkout: Path) -> None:
     with zipfile.ZipFile(build("wheel", checkout, CC="no-such-compiler")) as archive:
         names = archive.namelist()
-    assert {
-        "thinwire/kernels/blocks.py",
-        "thinwire/docs/static/thinwire-docs.css",
-        "thinwire_command.py",
-    } <= set(names)
+    assert {"thinwire/kernels/blocks.py", "thinwire/py.typed", "thinwire_command.py"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -83,7 +81,18 @@ def _installed(name: str, extras: set[str], found: dict[str, set[str]]) -> None:
 def test_everything_that_is_installed_has_a_pinned_version() -> None:
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.M)
     needed: dict[str, set[str]] = {}
-    _installed("thinwire", {"dev"}, needed)
+    for package, extra in (("thinwire", "dev"), ("repopages", "test")):
+        _installed(package, {extra}, needed)
     assert len(needed) > 50, "the walk found too few packages"
-    unpinned = needed.keys() - set(map(canonicalize_name, pins)) - {"thinwire"}
+    unpinned = needed.keys() - set(map(canonicalize_name, pins)) - {"thinwire", "repopages"}
     assert not unpinned, f"run `make constraints`: {sorted(unpinned)} have no version in constraints.txt"
+
+
+def test_the_changelog_and_the_citation_have_the_version() -> None:
+    version = thinwire.__version__
+    newest = re.search(
+        r"^## \[(.*?)\] - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert newest is not None
+    assert newest[1] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

@@ -17,23 +17,23 @@ import torch
 from click.testing import CliRunner, Result
 
 import thinwire
-from tests.unit import test_summary as summary
-from tests.unit.test_untrusted import Hostile
+from tests.checkpoint.test_untrusted import Hostile
+from tests.tools.bench import test_summary as summary
 from thinwire import UnavailableError
-from thinwire.plan import load
+from thinwire.tools.bench import load
 from thinwire.tools.bench.grid import Grid
 from thinwire.tools.bench.results import Results
 from thinwire.tools.cli import bench as bench_command
 from thinwire.tools.cli import doctor as doctor_command
-from thinwire.tools.cli.main import cli
-from thinwire.tools.lab import checks, namespaces
+from thinwire.tools.lab import namespaces
+from thinwire_command import cli
 
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli, list(words))
 
 
-COMMANDS = ["bench", "docs", "doctor", "lab", "plan", "report"]
+COMMANDS = ["bench", "doctor", "lab", "plan", "report"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -91,11 +91,11 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("plan --model gpt-1m --hosts many --link 1gbit", 2, "hosts='many' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 0mbit", 2, "link='0mbit' must be above 0"),
         ("plan --model gpt-1m --hosts 2 --link 10furlongs", 2, "link='10furlongs' does not parse"),
-        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "link is missing"),
+        ("plan --model gpt-1m --hosts 2 --up 1gbit", 2, "pass --link 100mbit"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --rtt 20", 2, "rtt='20' does not parse"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --max-gap some", 2, "max-gap='some' does not parse"),
         ("plan --model no_such.module:build --hosts 2 --link 1gbit", 2, "ModuleNotFoundError"),
-        ("plan --hosts 2 --link 1gbit", 2, "give either --model"),
+        ("plan --hosts 2 --link 1gbit", 2, "pass either --model"),
         ("plan --parameters 7e9 --hosts 2 --link 1gbit", 2, "parameters needs --compute"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --compute 0s", 2, "compute='0s' must be above 0"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --programs ZeRO", 2, "cannot be planned"),
@@ -150,18 +150,20 @@ def test_a_plan_on_a_busy_machine_says_that_it_is_uncertain(monkeypatch: pytest.
 def test_a_plan_is_checked_against_a_training_log(tmp_path: Path) -> None:
     times = {"encode_seconds": 0.01, "wire_seconds": 0.2, "exposed_seconds": 0.1}
     row = {"purpose": "gradients", "bytes_sent": 1_000_000, **times, "world_size": 2, "rank": 0}
+    row |= {"overflowed": False, "ddp_bytes": 4_000_000, "time": 0.0}
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(4)))
     words = f"plan --check {path} --parameters 1e6 --compute 0.1s --link 100mbit --programs BF16"
     result = run(*words.split())
     assert result.exit_code == 0, result.output
     assert "(+1" in result.stdout  # twice the bytes that the log has
-    assert "give one, as --programs Int8" in run(*words.replace("BF16", "BF16,Int8").split()).stderr
+    assert "as --programs Int8" in run(*words.replace("BF16", "BF16,Int8").split()).stderr
 
 
 def test_a_training_log_becomes_a_page_beside_it(tmp_path: Path) -> None:
     times = {"encode_seconds": None, "wire_seconds": None, "exposed_seconds": None}
-    row = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    row: dict[str, object] = {"step": 0, "purpose": "gradients", "bytes_sent": 5, **times, "collectives": 1}
+    row |= {"rank": 0, "world_size": 2, "overflowed": False, "ddp_bytes": 20, "time": 0.0}
     path = tmp_path / "steps.jsonl"
     path.write_text(json.dumps(row) + '\n{"step": 1, "pur')
     result = run("report", str(path))
@@ -299,7 +301,7 @@ def test_a_results_file_of_the_users_own_code_is_checked_where_the_user_names_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    model, program = "tests.surface.test_cli:build", "tests.unit.test_contestants:Mine(k=3)"
+    model, program = "tests.surface.test_cli:build", "tests.tools.bench.test_contestants:Mine(k=3)"
     path = str(saved(tmp_path / "bench.json", model, program))
     result = run("plan", "--check", path, "--model", model, "--programs", program, "--json")
     assert result.exit_code == 0, result.output
@@ -366,7 +368,7 @@ def no_way(*args: object) -> Any:
 
 
 def test_without_a_lab_the_commands_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (namespaces, checks, bench_command):
+    for module in (namespaces, doctor_command, bench_command):
         monkeypatch.setattr(module, "way_in", no_way)
     for words in ("lab -- true", "bench --steps 8"):
         result = run(*words.split())

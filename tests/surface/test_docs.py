@@ -19,8 +19,8 @@ from thinwire.engine.simulate import simulate
 from thinwire.telemetry.log import Log
 from thinwire.testing import check_codec
 from thinwire.tools.bench.workloads import GPT
+from thinwire.tools.report.training import notes
 from thinwire.tools.report.training_summary import summarise
-from thinwire.tools.report.training_words import notes
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,7 +209,9 @@ def test_the_own_program_of_the_features_is_the_examples() -> None:
         assert line in example
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *map(str, (ROOT / "docs").rglob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "repopages/README.md", *map(str, (ROOT / "docs").rglob("*.md"))]
+)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
@@ -218,14 +220,14 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_every_claim_of_security_names_a_test_that_exists() -> None:
     page = (ROOT / "SECURITY.md").read_text()
-    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page):
+    for file, name in re.findall(r"`((?:repopages/)?tests/[\w/]+\.py)::(\w+)`", page):
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), flags=re.M), f"{file} has no {name}"
     claims = re.findall(
         r"^- .*?(?=^- |^$)", page.partition("## What it does not trust")[2], flags=re.M | re.S
     )
     assert len(claims) >= 4
     for claim in claims:
-        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", claim), f"without a test: {claim}"
+        assert re.search(r"`(?:repopages/)?tests/[\w/]+\.py::test_\w+`", claim), f"without a test: {claim}"
 
 
 def test_the_readme_leads_to_every_page() -> None:

@@ -1,22 +1,21 @@
-"""The pages that the documentation is made of: every public name once, every section filled."""
+"""thinwire's site, built by repopages: every public name once, every section filled, no warning."""
 
 import inspect
-import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from repopages.pages.book import Book
+from repopages.pages.keywords import all_keywords
+from repopages.pages.layout import SECTIONS, index_page, llms_text, module_page
+from repopages.reading.docstrings import parse
+from repopages.reading.project import Page, Project
+from repopages.reading.relations import document_of
+from repopages.site.build import build, write_sources
 
 import thinwire
 from tests.surface.test_surface import ARRIVED
-from thinwire.docs.book import Book
-from thinwire.docs.docstrings import parse
-from thinwire.docs.keywords import all_keywords
-from thinwire.docs.pages import SECTIONS, index_page, llms_text, module_page
-from thinwire.docs.project import Page, Project
-from thinwire.docs.relations import document_of
-from thinwire.docs.site import write_sources
 
 ROOT = Path(__file__).parents[2]
 BOOK = Book(Project.find(str(ROOT / "src" / "thinwire")))
@@ -36,34 +35,33 @@ def directives(text: str) -> list[str]:
 
 def exported() -> list[str]:
     """Every name of every `__all__`."""
-    return [f"{one.name}.{name}" for one in BOOK.project.modules.values() for name in one.exports or ()]
+    return [
+        f"{module.name}.{name}" for module in BOOK.project.modules.values() for name in module.exports or ()
+    ]
 
 
 def test_every_exported_name_is_documented_exactly_once_and_in_the_index() -> None:
     documented = [name for page in PAGES for name in directives(text_of(page))]
     assert len(documented) == len(set(documented))
-    entry_of = {name: one for one in BOOK.project.entries for name in (one.name, *one.aliases)}
+    entry_of = {name: entry for entry in BOOK.project.entries for name in (entry.name, *entry.aliases)}
     assert [name for name in exported() if name not in entry_of] == []
-    words = {one.word for one in all_keywords(BOOK)}
+    words = {keyword.word for keyword in all_keywords(BOOK)}
     for name in exported():
         assert documented.count(entry_of[name].name) == 1, name
         assert name.rpartition(".")[2] in words
 
 
 def test_the_public_names_are_those_of_the_package() -> None:
-    names = {name for one in BOOK.project.entries for name in (one.name, *one.aliases)}
+    names = {name for entry in BOOK.project.entries for name in (entry.name, *entry.aliases)}
     assert {f"thinwire.{name}" for name in thinwire.__all__} <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_page_has_every_section_and_none_is_empty(page: Page) -> None:
-    check_sections(text_of(page))
-
-
-def check_sections(text: str) -> None:
+    text = text_of(page)
     parts = re.split(r"^## (.*)$", text, flags=re.M)
     titles, bodies = parts[1::2], parts[2::2]
-    assert [one for one in titles if not one.startswith("Switch from ")] == [*SECTIONS, "Keywords"]
+    assert [title for title in titles if not title.startswith("Switch from ")] == [*SECTIONS, "Keywords"]
     for title, body in zip(titles, bodies, strict=True):
         assert len(re.sub(r"[\s|`:-]", "", body)) > 10, f"{title} is empty"
     assert "| |" not in text.replace("|  |  |", ""), "a table has an empty cell"
@@ -84,21 +82,21 @@ def test_every_module_and_every_page_of_the_checkout_can_be_reached_from_the_sta
         assert f"</{page.document}>" in index
     for path in ROOT.glob("docs/**/*.md"):
         assert f"/{document_of(path.relative_to(ROOT).as_posix())}" in index or path.name == "README.md"
-    assert {one.name for page in PAGES for one in page.modules} == set(BOOK.project.modules)
+    assert {module.name for page in PAGES for module in page.modules} == set(BOOK.project.modules)
 
 
 def test_keywords_lead_to_sections_that_exist_and_concepts_to_the_glossary() -> None:
     found = all_keywords(BOOK)
     pages = {page.document: page for page in PAGES}
-    for one in found:
-        if one.page in pages and one.kind in ("function", "class", "method", "property", "exception"):
+    for keyword in found:
+        if keyword.page in pages and keyword.kind in ("function", "class", "method", "property", "exception"):
             sections = {"overview", "purpose"} | {"dependencies"}
-            anchors = directives(text_of(pages[one.page]))
-            known = one.anchor in sections or one.anchor.startswith("module-")
-            assert known or one.anchor in anchors or one.anchor.rpartition(".")[0] in anchors, one
-    residual = [one for one in found if one.word == "residual" and one.kind == "concept"]
-    assert any(one.page == "docs/glossary" for one in residual)
-    (hook,) = [one for one in found if one.word == "powerSGD_hook" and one.kind == "function"]
+            anchors = directives(text_of(pages[keyword.page]))
+            known = keyword.anchor in sections or keyword.anchor.startswith("module-")
+            assert known or keyword.anchor in anchors or keyword.anchor.rpartition(".")[0] in anchors, keyword
+    residual = [keyword for keyword in found if keyword.word == "residual" and keyword.kind == "concept"]
+    assert any(keyword.page == "docs/glossary" for keyword in residual)
+    (hook,) = [keyword for keyword in found if keyword.word == "powerSGD_hook" and keyword.kind == "function"]
     assert hook.url == (
         "modules/thinwire.ddp_comm_hooks.powerSGD_hook.html"
         "#thinwire.ddp_comm_hooks.powerSGD_hook.powerSGD_hook"
@@ -111,20 +109,9 @@ def test_assistants_get_every_page_with_a_line() -> None:
     assert all(f"[{page.name}]({page.document}.html): " in text for page in PAGES)
 
 
-@pytest.mark.parametrize("package", ["json", "concurrent", "click"])
-def test_packages_of_others_have_the_same_pages(package: str, tmp_path: Path) -> None:
-    book = Book(Project.find(package))
-    assert book.project.entries
-    write_sources(book, tmp_path / "sources")
-    for page in book.project.pages:
-        check_sections((tmp_path / "sources" / f"{page.document}.md").read_text())
-    keywords = json.loads((tmp_path / "sources" / "keywords.json").read_text())["keywords"]
-    assert {one.item.name for one in book.project.entries} <= {one["word"] for one in keywords}
-
-
 def test_the_api_page_has_every_public_name_with_its_summary() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (ROOT / "docs/api.md").read_text(), flags=re.M))
-    entries = {one.name.removeprefix("thinwire."): one.item for one in BOOK.project.entries}
+    entries = {entry.name.removeprefix("thinwire."): entry.item for entry in BOOK.project.entries}
     expected = {name: parse(item.doc).summary for name, item in entries.items() if item.doc}
     assert {name: rows.get(name) for name in expected} == expected
     assert rows.keys() == entries.keys()
@@ -141,16 +128,25 @@ def test_the_readme_is_the_start_page(tmp_path: Path) -> None:
 
 
 def test_the_package_has_public_names_and_internal_modules_are_not_listed_as_public() -> None:
-    (package,) = (one for one in PAGES if one.name == "thinwire")
+    (package,) = (page for page in PAGES if page.name == "thinwire")
     assert re.search(r"\| public names \| \d+ that its modules define \|", text_of(package))
-    public = {one.name for one in PAGES if not one.internal}
+    public = {page.name for page in PAGES if not page.internal}
     assert {"thinwire.attach", "thinwire.telemetry.sinks", "thinwire.integrations.accelerate"} <= public
     assert not public & {"thinwire.options", "thinwire.plan.units", "thinwire.models.fsdp.internals"}
 
 
 def test_a_signature_has_the_options_of_the_base_class() -> None:
-    (diloco,) = (one.item for one in BOOK.project.entries if one.name == "thinwire.DiLoCo")
+    (diloco,) = (entry.item for entry in BOOK.project.entries if entry.name == "thinwire.DiLoCo")
     options = tuple(inspect.signature(thinwire.DiLoCo).parameters)
     assert diloco.parameters == options
     assert "warmup_steps" in options
     assert "program: Program = Exact()" in diloco.signature
+
+
+@pytest.mark.timeout(600)
+def test_the_site_is_built_without_a_warning_or_a_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")
+    built = build(str(ROOT / "src" / "thinwire"), tmp_path / "site")
+    assert built.warnings == ()
+    assert built.pages > 60
+    assert built.keywords > 2000

@@ -2,11 +2,14 @@
 
 import importlib
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
 import warnings
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -236,6 +239,20 @@ def test_public_names_exist_and_are_documented() -> None:
         thing = getattr(thinwire, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_public_names_are_in_the_order_of_the_api_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.M) == thinwire.__all__
+
+
+def test_help_begins_with_the_names_that_most_scripts_use() -> None:
+    shown = pydoc.plain(pydoc.render_doc(thinwire)).partition("PACKAGE CONTENTS")[0]
+    assert "thinwire.attach(ddp, thinwire.Int8()" in shown
+    table = re.findall(r"^ {8}(\w+(?:, \w+)*)  ", shown, flags=re.M)
+    names = [name for row in table for name in row.split(", ")]
+    assert names[:2] == ["attach", "Wire"]
+    assert sorted(names, key=thinwire.__all__.index) == names, "not in the order of `__all__`"
 
 
 def test_dir_shows_public_names_only() -> None:

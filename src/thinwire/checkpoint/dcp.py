@@ -61,6 +61,8 @@ class PerRank:
         Returns:
             One key, which names the rank, and a tuple with the state.
         """
+        # DCP loads an object that it stored whole to the device it was on, which a job with fewer ranks may
+        # not have. So it is stored from the CPU.
         own = copied(self._held.state_dict(), lambda tensor: tensor.to("cpu", copy=True))
         return {rank_key(*self._place()): (own,)}
 
@@ -155,12 +157,12 @@ def read_model(
         StateError: The checkpoint cannot be read, or is of another model.
     """
     reader, names = _open(checkpoint_id)
-    own = {original_name(name): one for name, one in module.state_dict().items()}
+    own = {original_name(name): value for name, value in module.state_dict().items()}
     within = (name.removeprefix("model.") for name in names if name.startswith("model."))
     stored = {original_name(name): name for name in within}
     saved = {name: size for name, key in stored.items() if (size := names[f"model.{key}"])}
-    saved |= {name: _shape(one) for name, one in local.items() if isinstance(one, torch.Tensor)}
-    here = {name: _shape(one) for name, one in own.items() if isinstance(one, torch.Tensor)}
+    saved |= {name: _shape(value) for name, value in local.items() if isinstance(value, torch.Tensor)}
+    here = {name: _shape(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
     differing = sorted(name for name in saved | here if saved.get(name) != here.get(name))
     if differing:
         name, more = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
@@ -169,12 +171,14 @@ def read_model(
             f" {here.get(name, 'missing')} here{more}"
         )
     wanted = {
-        stored.get(name, name): torch.empty_like(one, device="cpu") if isinstance(one, torch.Tensor) else one
-        for name, one in own.items()
+        stored.get(name, name): (
+            torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+        )
+        for name, value in own.items()
         if name not in local
     }
     read: dict[str, Any] = _read(reader, "model", wanted, checkpoint_id) if wanted else {}
-    read = {original_name(name): one for name, one in read.items()} | dict(local)
+    read = {original_name(name): value for name, value in read.items()} | dict(local)
     return {name: read[original_name(name)] for name in module.state_dict()}
 
 

@@ -1,4 +1,4 @@
-"""A sharded optimizer's state, as a whole like in `torch.optim`, or as one part for each rank.
+"""Optimizer states: whole as in `torch.optim`, in parts of sharded optimizers, and local ones of replicas.
 
 In the whole, parameters are numbered over all groups. In a part, which is the state_dict of one rank's
 optimizer, they are numbered among the parameters that the rank owns.
@@ -8,8 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
+from thinwire.checkpoint.dcp import PerRank
 from thinwire.checkpoint.trees import copied
+from thinwire.engine.pack import local_part
 from thinwire.errors import StateError
 
 FORMAT = 1
@@ -86,7 +90,7 @@ def checked(whole: object, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any
             f"{type(whole).__name__} is not an optimizer's state: pass one with 'state' and 'param_groups',"
             " as state_dict() returns"
         )
-    whole = merged([whole])  # raises if it is one rank's part
+    whole = merge_optimizer_states([whole])  # raises if it is one rank's part
     saved = whole["param_groups"]
     sizes, own_sizes = ([len(group["params"]) for group in side] for side in (saved, groups))
     if sizes != own_sizes:
@@ -184,7 +188,7 @@ def mark_owned(
         others: The ids of the parameters that other ranks own.
     """
     marked = [
-        {**saved, _OWNED: [place for place, one in enumerate(group["params"]) if id(one) not in others]}
+        {**saved, _OWNED: [place for place, held in enumerate(group["params"]) if id(held) not in others]}
         for saved, group in zip(state["param_groups"], groups, strict=True)
     ]
     return {**state, "param_groups": marked}
@@ -223,7 +227,7 @@ def check_owned(
         )
 
 
-def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the optimizer states of all ranks under `ZeRO` into one.
 
     Load the result on any number of ranks. Each rank keeps the state of the parameters that it owns then. If
@@ -267,3 +271,75 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _unmarked(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != _OWNED}
+
+
+def per_rank(optimizers: Optimizer | Sequence[Optimizer], group: dist.ProcessGroup) -> PerRank:
+    """Return one object that saves each rank's state of all optimizers, and loads it on any number of ranks.
+
+    Args:
+        optimizers: The optimizer, or all of them, in the same order at save and at load.
+        group: The process group that ranks are numbered in.
+    """
+    listed = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+
+    def merge(states: list[Any]) -> Any:
+        return [merge_optimizer_states(each) for each in zip(*states, strict=True)]
+
+    return PerRank(_Together(listed), merge=merge, group=group)
+
+
+class _Together:
+    """Several optimizers as one object."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self._optimizers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        if len(states) != len(self._optimizers):
+            raise StateError(
+                f"the checkpoint has {len(states)} optimizers, and {len(self._optimizers)} were given: pass"
+                " those that were saved, in the same order"
+            )
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def local_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return a copy of an optimizer's state, with this rank's shard in place of each DTensor."""
+    state: dict[str, Any] = copied(optimizer.state_dict(), lambda tensor: local_part(tensor).clone())
+    return state
+
+
+def load_local_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the result of `local_state` on the same rank of another replica."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, held, strict=True))
+    entries = {
+        number: {key: _like(value, parameters[number]) for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({**copied(state), "state": entries})
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a copy of a value, as a DTensor if it is elementwise and its parameter is a DTensor."""
+    if not isinstance(value, torch.Tensor) or not hasattr(parameter, "device_mesh"):
+        return copied(value)
+    # Not at the top: the import takes a second, and replicas without shards do not need it.
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    if value.dim() == 0 or value.shape != local_part(parameter).shape:
+        return value.clone()
+    return DTensor.from_local(
+        value.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

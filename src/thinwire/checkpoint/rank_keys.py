@@ -1,8 +1,13 @@
 """Keys that name a rank, for state that differs from rank to rank.
 
 `torch.distributed.checkpoint` assumes that equal keys of different ranks have equal values and stores one of
-them, so per-rank state needs a key per rank. It flattens dicts and lists but stores a tuple whole, so the
-value under the key is a tuple of one element.
+them. Without a key per rank, all ranks would load one rank's residuals, and training would continue without
+an error. DCP also loads only keys that the loading object has already, and a new wire has no residuals yet.
+It flattens dicts and lists but stores a tuple whole, so the value under the key is a tuple of one element.
+
+Within a rank's state, tensors are named by parameter and not by bucket: DDP rebuilds buckets after the first
+backward, and a job with another `bucket_cap_mb` has others, so that a bucket's number says nothing about its
+contents.
 """
 
 import re
@@ -50,7 +55,8 @@ def of_shard(state: object, key: str) -> object:
     parts: Any = state if listed else [state]
     found, others = [], set()
     for part in parts:
-        shards = {one for one in part if _SHARD.fullmatch(str(one))} if isinstance(part, Mapping) else set()
+        keys = part if isinstance(part, Mapping) else ()
+        shards = {name for name in keys if _SHARD.fullmatch(str(name))}
         others |= shards
         if not shards:
             found.append(part)
@@ -140,8 +146,6 @@ def choose(state: object, rank: int, size: int) -> tuple[int, dict[int, Any]]:
 
 
 def _foreign(state: object) -> str:
-    if isinstance(state, Mapping) and "format" in state:
-        return f"format {state['format']!r} is not rank by rank: the state was written by another version"
     return (
         f"a {type(state).__name__} without keys like 'rank 0 of 2' is not a state of a thinwire wire, nor of"
         " PerRank: pass the result of state_dict()"

@@ -17,15 +17,15 @@ def copied(tree: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     return tree
 
 
-def same(one: Any, other: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Return whether two nested values are equal, with all tensors in them."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
 
 
 def means(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def means(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     made = {}
     for name, first in states[0].items():
         if isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex()):
+            # In double precision the mean of equal numbers is that number, whatever the number of ranks.
             precise = torch.promote_types(first.dtype, torch.float64)
             made[name] = torch.stack([state[name].to(precise) for state in states]).mean(0).to(first.dtype)
         else:

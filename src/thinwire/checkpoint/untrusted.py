@@ -1,8 +1,9 @@
 """Reading of DCP's checkpoints without running code that they name.
 
 torch's own reader unpickles a checkpoint's metadata, and its planner every entry that is not a tensor. So
-whoever can write into the folder runs code in the job that loads it. Here metadata is unpickled into inert
-records, which are validated and copied. Entries are loaded by `torch.load(weights_only=True)`.
+anyone who can write into the folder can run code in the job that loads it. Here metadata is unpickled into
+inert records, which are validated and copied. Entries are loaded by `torch.load(weights_only=True)`. Types
+are allowed by name, so a later torch that stores another type raises until it is added here.
 """
 
 import argparse
@@ -99,7 +100,7 @@ def load_plain(file: io.BytesIO) -> Any:
     """
     # On exit torch's context removes what it was given, which would include names that the user has added.
     known = torch.serialization.get_safe_globals()
-    allowed = [one for one in _PLAIN if one not in known]
+    allowed = [kind for kind in _PLAIN if kind not in known]
     with torch.serialization.safe_globals(allowed):
         try:
             return torch.load(file, weights_only=True)
@@ -112,7 +113,7 @@ def _refused(file: io.BytesIO, reason: str) -> str:
     file.seek(0)
     try:
         names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
-    except Exception:  # its form is damaged, or older than torch's search
+    except Exception:  # torch's search fails on damaged files, and in formats other than its zip files
         names = ""
     if not names:
         reason = reason.partition("error:")[2].strip().partition("\n")[0]
@@ -171,8 +172,8 @@ def _metadata(found: object) -> Metadata:
     entries = _expect(state.get("state_dict_metadata"), dict)
     stored = _expect(state.get("storage_data"), dict)
     return Metadata(
-        {_expect(name, str): _entry(one) for name, one in entries.items()},
-        storage_data={_index(key): _place(one) for key, one in stored.items()},
+        {_expect(name, str): _entry(record) for name, record in entries.items()},
+        storage_data={_index(key): _place(record) for key, record in stored.items()},
         storage_meta=StorageMeta(),
     )
 
@@ -181,14 +182,17 @@ def _entry(found: object) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(found, _Record) and found.kind == f"{_DCP}.metadata.BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(found, "metadata.TensorStorageMetadata")
-    chunks = [_state(one, "metadata.ChunkStorageMetadata") for one in _expect(state.get("chunks"), list)]
+    records = _expect(state.get("chunks"), list)
+    chunks = [_state(record, "metadata.ChunkStorageMetadata") for record in records]
     properties = state.get("properties")
     if not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
         raise _damaged(properties)
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=_expect(properties.state[0], torch.dtype)),
         size=_size(state.get("size")),
-        chunks=[ChunkStorageMetadata(_size(one.get("offsets")), _size(one.get("sizes"))) for one in chunks],
+        chunks=[
+            ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in chunks
+        ],
     )
 
 
@@ -206,21 +210,22 @@ def _place(found: object) -> SimpleNamespace:
     """Return where an entry is stored, as `FileSystemReader` reads it."""
     state = _state(found, "filesystem._StorageInfo")
     file = _expect(state.get("relative_path"), str)
-    if file == ".." or Path(file).name != file:  # another folder's file, or a device that never ends
+    # Else a checkpoint could show another folder's file to the job, or have it read a device without end.
+    if file == ".." or Path(file).name != file:
         raise StateError(f"reads {file!r}, which is not a file in its folder: it is damaged or hostile")
     transforms = state.get("transform_descriptors")
     return SimpleNamespace(
         relative_path=file,
         offset=_expect(state.get("offset"), int),
         length=_expect(state.get("length"), int),
-        transform_descriptors=None if transforms is None else [_expect(one, str) for one in transforms],
+        transform_descriptors=None if transforms is None else [_expect(text, str) for text in transforms],
     )
 
 
 def _size(found: object) -> torch.Size:
     if not isinstance(found, _Record) or found.kind != "torch.Size" or len(found.given) != 1:
         raise _damaged(found)
-    return torch.Size(_expect(one, int) for one in _expect(found.given[0], tuple))
+    return torch.Size(_expect(length, int) for length in _expect(found.given[0], tuple))
 
 
 def _state(found: object, kind: str) -> Mapping[str, Any]:
@@ -231,6 +236,7 @@ def _state(found: object, kind: str) -> Mapping[str, Any]:
 
 
 def _expect(value: object, kind: type) -> Any:
+    # Not isinstance, by which True would pass for a number.
     if type(value) is not kind and not (kind is torch.dtype and isinstance(value, kind)):
         raise _damaged(value)
     return value

@@ -11,16 +11,17 @@ import torch
 from thinwire.checkpoint.rank_keys import choose, rank_key
 from thinwire.checkpoint.trees import copied
 from thinwire.checkpoint.validate import check_count, check_tensor
-from thinwire.engine.agreement import Described, agreeing, shown
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.agreement import Described, agreeing, shown
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import StateError
 from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual
-from thinwire.programs.parameter_names import with_original_names
 
-FORMAT = 2
-_KEYS = {"format", "program", "step", "rank", "world_size", "buckets", "scale", "memory"}
-_OWN_KEYS = _KEYS | {"schedule_ended"}
+FORMAT = 1
+_KEYS = {
+    *("format", "program", "written", "schedule_ended", "step", "rank", "world_size", "buckets", "scale"),
+    "memory",
+}
 """The keys of the wire itself. All others are entries of its strategy."""
 _SIZED = re.compile(r"(?:.*: )?q (\d{1,9})x(\d{1,9})")
 """The slots of PowerSGD's factors, which are named by their shape."""
@@ -82,6 +83,8 @@ def saved(
         "step": step,
         "rank": place[0],
         "world_size": place[1],
+        # Blocks that share a scale, and Gloo's order of sums, depend on a bucket's members. A resumed run
+        # keeps the saved grouping, so that its results equal those of an uninterrupted one bit by bit.
         "buckets": [list(group) for group in buckets or ()],
         "scale": memory.scale,
         "memory": memory.state_dict(),
@@ -101,9 +104,8 @@ def ranked(inner: dict[str, Any]) -> dict[str, Any]:
 
 
 def program_of(state: Mapping[str, Any]) -> Described:
-    """Return the program of a saved state. Earlier versions saved only its full description."""
-    full, written = state["program"], state.get("written")
-    return Described(full, written if isinstance(written, str) else full)
+    """Return the program of a saved state."""
+    return Described(str(state["program"]), str(state["written"]))
 
 
 def own_states(
@@ -121,11 +123,11 @@ def own_states(
         StateError: The state does not fit.
     """
     saved_size, found = choose(state, rank, world_size)
-    states = [_checked(one, programs, (each, saved_size)) for each, one in found.items()]
-    steps = sorted({one["step"] for one in states})
+    states = [_checked(own, programs, (saver, saved_size)) for saver, own in found.items()]
+    steps = sorted({own["step"] for own in states})
     if len(steps) > 1:
         raise StateError(f"the states are of the steps {steps}: pass states that were saved together")
-    if len({one["program"] for one in states}) > 1:
+    if len({own["program"] for own in states}) > 1:
         raise StateError("the states are of different programs: pass states that were saved together")
     return saved_size != world_size, states
 
@@ -151,16 +153,14 @@ def _checked(state: object, programs: Sequence[Described], place: tuple[int, int
     scale = state["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise StateError(f"scale={scale!r} must be a GradScaler's scale, a positive number, or None")
-    if not isinstance(state.get("schedule_ended", False), bool):
+    if not isinstance(state["schedule_ended"], bool):
         raise StateError(f"schedule_ended={state['schedule_ended']!r} must be True or False")
     if (state["rank"], state["world_size"]) != place:
         raise StateError(
             f"the state under {rank_key(*place)!r} was saved by rank {state['rank']} of"
             f" {state['world_size']}: states were mixed up, load each rank's own state"
         )
-    # Earlier versions saved the names that parameters have in compiled models.
-    named: dict[str, Any] = with_original_names(dict(state))
-    return named
+    return dict(state)
 
 
 def memory_for(parameters: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> Memory:
@@ -175,7 +175,7 @@ def memory_for(parameters: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -
     """
     memory, state = Memory(), own["memory"]
     memory.scale = own["scale"]
-    memory.load_state_dict(state, {name: one.shape for name, one in parameters.items()})
+    memory.load_state_dict(state, {name: parameter.shape for name, parameter in parameters.items()})
     for name, slots in state.items():
         for key, tensor in slots.items():
             _check_slot(f"{key!r} of {name}", str(key), tensor, parameters[name])
@@ -194,15 +194,14 @@ def _check_slot(what: str, key: str, tensor: torch.Tensor, parameter: torch.Tens
         raise StateError(f"the saved {what} has shape {tuple(tensor.shape)}, not {tuple(real.shape)}")
     if sized is not None:
         dtype = torch.promote_types(real.dtype, torch.float32)
-        known = (dtype, real.dtype)  # earlier versions had factors in half precision
-        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype not in known:
+        if tensor.shape != (int(sized[1]), int(sized[2])) or tensor.dtype != dtype:
             raise StateError(
                 f"the saved {what} has shape {tuple(tensor.shape)} and {tensor.dtype}, not what its name"
                 f" says and {dtype}: the state is damaged, or of a model of another dtype"
             )
 
 
-def merged(
+def merge_wire_states(
     states: Sequence[dict[str, Any]], merge: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Merge the states of all ranks into one, for every rank of a job of another size.
@@ -217,14 +216,15 @@ def merged(
     Raises:
         StateError: States differ that cannot be merged.
     """
-    scale = min((one["scale"] for one in states if one["scale"] is not None), default=None)
+    # Residuals are multiplied by the loss scale of their rank. No rank's gradients overflow at the smallest.
+    scale = min((state["scale"] for state in states if state["scale"] is not None), default=None)
     ordered = sorted(states, key=lambda state: int(state["rank"]))
     memories = [_in_units_of(scale, state)["memory"] for state in ordered]
-    entries = [{key: value for key, value in one.items() if key not in _OWN_KEYS} for one in ordered]
+    entries = [{key: value for key, value in state.items() if key not in _KEYS} for state in ordered]
     return {
-        **{key: value for key, value in ordered[0].items() if key in _OWN_KEYS},
+        **{key: value for key, value in ordered[0].items() if key in _KEYS},
         "scale": scale,
-        "buckets": [],
+        "buckets": [],  # DDP's own: with another number of ranks sums are rounded otherwise anyway
         "memory": _merged_memory(memories),
         **merge(entries),
     }
@@ -250,13 +250,17 @@ def _merged_memory(memories: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]
     for name in dict.fromkeys(name for memory in memories for name in memory):
         slots = [memory.get(name, {}) for memory in memories]
         merged[name] = {}
-        for key in dict.fromkeys(key for one in slots for key in one):
-            tensors = [one[key] for one in slots if key in one]
+        for key in dict.fromkeys(key for held in slots for key in held):
+            tensors = [held[key] for held in slots if key in held]
             if is_whole_residual(key):
+                # W old residuals contribute sum(r) / W to the next mean. If each of the new ranks adds that
+                # mean to its gradient, their mean contains it once, whatever their number. A rank without
+                # the slot has the residual 0, so the sum is divided by all ranks.
                 precise = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision would round
-                merged[name][key] = torch.stack([one.to(precise) for one in tensors]).sum(0) / len(memories)
+                total = torch.stack([tensor.to(precise) for tensor in tensors]).sum(0)
+                merged[name][key] = total / len(memories)
             elif _SIZED.fullmatch(key) or (
-                len(tensors) == len(memories) and all(torch.equal(tensors[0], one) for one in tensors)
+                len(tensors) == len(memories) and all(torch.equal(tensors[0], tensor) for tensor in tensors)
             ):
                 # A factor of PowerSGD is where its next iteration begins. In the warm-up each rank computes
                 # it by itself, and unlike hosts do not get the same last bits.

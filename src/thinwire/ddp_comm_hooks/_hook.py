@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.engine.agreement import set_up_of
+from thinwire.engine.comm.agreement import set_up_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.ddp.internals import has_comm_hook
 from thinwire.models.ddp.model import DDPModel, check_bucket, thinwire_hook

@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp_comm_hooks.default_hooks import Hook
-from thinwire.engine.blocking import run_abreast
+from thinwire.engine.comm.borrowed_group import run_abreast
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.ddp.internals import has_rebuilt_buckets
 from thinwire.models.ddp.model import check_bucket

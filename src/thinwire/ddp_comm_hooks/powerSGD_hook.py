@@ -54,7 +54,6 @@ from thinwire.models.ddp.model import check_bucket, thinwire_hook
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.lowrank import Parts
 from thinwire.programs.memory import RESIDUAL, Memory, Place
-from thinwire.programs.parameter_names import with_original_names
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.program import Bucket, Programs
 from thinwire.step.runner import AttachedRun, Choice
@@ -168,10 +167,9 @@ class PowerSGDState:
         )
         self.process_group = dist.group.WORLD
         for name, value in state.items():
-            setattr(self, name, with_original_names(value))
-        if isinstance(self.rng, tuple):  # earlier states hold numpy's generator itself
-            drawn, self.rng = self.rng, _numpy_generator(0)
-            self.rng.set_state(drawn)
+            setattr(self, name, value)
+        self.rng = _numpy_generator(0)
+        self.rng.set_state(state["rng"])
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count a step when its last bucket arrives.

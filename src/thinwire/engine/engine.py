@@ -17,8 +17,7 @@ from functools import partial
 
 import torch
 
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.failure import world_ranks
+from thinwire.engine.comm.communicator import Communicator, world_ranks
 from thinwire.engine.futures import Result, at_work
 from thinwire.engine.meter import GRADIENTS, Meter, Stats, StepTrace
 from thinwire.engine.ops import Collectives
@@ -104,14 +103,15 @@ class Engine:
         self._scheduler.raise_error()
         with at_work():
             current = self._current_step(step)
-            run = Task(program, label, last, current, instead, partial(_awaited, weakref.ref(self), current))
+            future = Result(instead.device, partial(_awaited, weakref.ref(self), current))
+            run = Task(program, label, last, current, instead, future)
             if last:
-                self._ended, self._open = run.step, None
+                self._ended, self._open = current, None
             if self._side_stream.separate:
                 self._side_stream.keep(instead)  # the caller may drop it while the program uses it
             self._scheduler.add(run)
             self._move()
-        return run.future
+        return future
 
     def run(self, program: Collectives[torch.Tensor], *, step: int, label: object) -> torch.Tensor:
         """Run a program between backward passes, after those already submitted, and wait for all of them.
@@ -235,12 +235,13 @@ class Engine:
 
     def _move(self) -> None:
         """Take the turns that are due now, and wake the wire thread for the others."""
-        self._push()
-        self._start_thread()
-        self._inbox.put(True)
-
-    def _push(self) -> None:
-        """Advance the scheduler from this thread, unless the wire thread is doing so."""
+        # The hand-off between backward's thread (B) and the wire thread (W). B has queued a program, without
+        # the lock. If the lock is free, B takes the turns that need no waiting. If W has it, B does not wait:
+        # W may be encoding for milliseconds. But W may already have looked at the queue, found it empty, and
+        # be about to sleep with the lock still held, so that the program would lie there until the next
+        # message arrives. So B puts an entry into the inbox, after it has queued the program. W waits for
+        # messages only if the queue is empty after it has released the lock (`has_arrivals`), and otherwise
+        # for the inbox, where the entry wakes it.
         if self._scheduler.lock.acquire(blocking=False):
             try:
                 with self._side_stream.entered():
@@ -248,6 +249,8 @@ class Engine:
             finally:
                 self._scheduler.latest_arrival = time.monotonic()  # an inline step may have waited long
                 self._scheduler.lock.release()
+        self._start_thread()
+        self._inbox.put(True)
 
     def _current_step(self, number: int) -> EngineStep:
         if self._open is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.process_group import unwrap_with
+from thinwire.engine.comm.process_group import unwrap_with
 
 
 class _Marks(threading.local):

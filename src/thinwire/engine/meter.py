@@ -6,7 +6,6 @@ synchronising any device. On accelerators, where the host runs ahead, they are `
 
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -55,12 +54,6 @@ class StepRecord:
     overflowed: bool = False
     ddp_bytes: int = 0
     """Bytes that this rank would have sent for this step with plain DDP; 0 if it exchanged no gradients."""
-
-    @property
-    def compute_seconds(self) -> float | None:
-        """The former name of `encode_seconds`; deprecated."""
-        _warn_of_old_name()
-        return self.encode_seconds
 
     @property
     def bytes_sent(self) -> int:
@@ -115,12 +108,6 @@ class Stats:
     def compression(self) -> float | None:
         """Bytes of plain DDP over those sent. None before the first exchange, and with one rank."""
         return self.ddp_bytes / self.bytes_sent if self.bytes_sent else None
-
-    @property
-    def compute_seconds(self) -> float:
-        """The former name of `encode_seconds`; deprecated."""
-        _warn_of_old_name()
-        return self.encode_seconds
 
     @property
     def last(self) -> StepRecord | None:
@@ -238,14 +225,6 @@ def ratio_text(compression: float) -> str:
 
 def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
-
-
-def _warn_of_old_name() -> None:
-    warnings.warn(
-        "compute_seconds is now encode_seconds, as in the tables of thinwire bench: use that name",
-        DeprecationWarning,
-        stacklevel=3,
-    )
 
 
 def _covered(ops: Iterable[OpRecord]) -> float:

@@ -7,6 +7,9 @@ import torch
 
 from thinwire.errors import ProgramError
 
+BATCH = 1 << 25
+"""The most bytes in one broadcast. It is large compared with a round trip and small compared with a model."""
+
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors of one dtype and device into one new flat tensor, in order.
@@ -124,3 +127,23 @@ def changed_layout(expected: Layout, found: Layout) -> ProgramError:
         f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
         " of values, but not on the values"
     )
+
+
+def batches(tensors: Sequence[torch.Tensor], limit: int = BATCH) -> list[list[int]]:
+    """Return the indices of tensors that share a broadcast, of one dtype and device and up to `limit` bytes.
+
+    >>> batches([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(1)], limit=28)
+    [[0, 2], [1], [3]]
+    """
+    made: list[list[int]] = []
+    latest: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for number, tensor in enumerate(tensors):
+        kind = tensor.dtype, tensor.device
+        nbytes = tensor.numel() * tensor.element_size()
+        batch, filled = latest.get(kind, ([], 0))
+        if not batch or filled + nbytes > limit:
+            batch, filled = [], 0
+            made.append(batch)
+        batch.append(number)
+        latest[kind] = batch, filled + nbytes
+    return made

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from thinwire.engine.process_group import profiler_runs
+from thinwire.engine.comm.process_group import profiler_runs
 
 _OFF: AbstractContextManager[Any] = contextlib.nullcontext()
 

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.communicator import Communicator, NotConnectedError
-from thinwire.engine.failure import CAUSE, report, unresponsive, world_ranks
+from thinwire.engine.comm.communicator import (
+    CAUSE,
+    Communicator,
+    NotConnectedError,
+    report,
+    unresponsive,
+    world_ranks,
+)
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective
@@ -77,13 +83,26 @@ class Scheduler:
     def advance(self, *, wait: bool) -> None:
         """Take turns as far as the order allows. Without `wait`, stop before a turn that would block."""
         interrupt: BaseException | None = None
+        lost: _LostError | None = None
         # Timing decides which thread this is. Programs must not see its modes, or their numbers would depend
         # on timing too.
         with at_work(), torch.no_grad(), _without_autocast(self._device_type):
             while (step := self._admit()) is not None:
                 stuck, failure = False, self.error
                 if failure is None:
-                    stuck, failure, interrupt = self._attempt(step, wait)
+                    try:
+                        stuck = self._take_turns(step, wait)
+                    except ThinwireError as error:
+                        failure = error
+                    except _LostError as error:
+                        lost = error
+                    except BaseException as error:  # Ctrl-C in backward's thread, or a defect of thinwire
+                        interrupt = error
+                        failure = WireError(f"interrupted by {type(error).__name__}: {error}")
+                # Failures are handled outside of the except blocks. An exception that is raised inside one
+                # refers to the one being handled, and through its frames to the model.
+                if lost is not None:
+                    failure, lost = self._explain(lost, step), None
                 if failure is not None:
                     self.fail(failure)
                 elif step.agenda.finished:
@@ -92,25 +111,6 @@ class Scheduler:
                     return
         if interrupt is not None:
             raise interrupt
-
-    def _attempt(
-        self, step: EngineStep, wait: bool
-    ) -> tuple[bool, ThinwireError | None, BaseException | None]:
-        """Take turns; return whether a turn would block, the failure, and the interrupt.
-
-        The caller handles failures. An exception raised inside an `except` block refers to the one being
-        handled, and through it to the model.
-        """
-        lost: _LostError | None = None
-        try:
-            return self._take_turns(step, wait), None, None
-        except ThinwireError as error:
-            return False, error, None
-        except _LostError as error:
-            lost = error
-        except BaseException as error:  # Ctrl-C in backward's thread, or a defect of thinwire
-            return False, WireError(f"interrupted by {type(error).__name__}: {error}"), error
-        return False, self._explain(lost, step), None
 
     def _admit(self) -> EngineStep | None:
         """Admit the queued programs of the running step, or begin the next step; return the step, if any."""
@@ -178,27 +178,25 @@ class Scheduler:
             self._hanging_up.join(seconds)
 
     def _take_turns(self, step: EngineStep, wait: bool) -> bool:
-        """Take the step's turns; return whether it stopped because a collective is still in flight."""
-        stuck = self._take_turns_in_order(step, wait)
-        while self._take_early_turns(step):
-            stuck = self._take_turns_in_order(step, wait)
-        return stuck
-
-    def _take_turns_in_order(self, step: EngineStep, wait: bool) -> bool:
-        """Take turns in the static order as far as possible; return whether a turn would block."""
-        while (turn := step.agenda.next()) is not None:
-            bucket, stage = turn
-            run = step.runs[bucket]
-            if run.stage == stage and run.held is None and run.program is not None:
-                if not wait and run.pending is not None and not run.pending.done():
-                    step.agenda.again(bucket, stage)
-                    return True
-                self._resume(run, bucket)
-            if run.stage == stage and run.held is not None:
-                self._issue(run, bucket, run.held)
-            if run.program is not None:
-                step.agenda.again(bucket, stage + 1)
-        return False
+        """Take the step's turns as far as possible; return whether a collective in flight stopped it."""
+        while True:
+            stuck = False
+            while not stuck and (turn := step.agenda.next()) is not None:
+                bucket, stage = turn
+                run = step.runs[bucket]
+                # A program that took its turn early is at a later stage, or holds this stage's collective.
+                if run.stage == stage and run.held is None and run.program is not None:
+                    if not wait and run.pending is not None and not run.pending.done():
+                        step.agenda.again(bucket, stage)
+                        stuck = True
+                        continue
+                    self._resume(run, bucket)
+                if run.stage == stage and run.held is not None:
+                    self._issue(run, bucket, run.held)
+                if run.program is not None:
+                    step.agenda.again(bucket, stage + 1)
+            if not self._take_early_turns(step):
+                return stuck
 
     def _take_early_turns(self, step: EngineStep) -> bool:
         """Take turns before their place in the static order, where program and communicator allow it.
@@ -211,12 +209,10 @@ class Scheduler:
             while run.early and run.held is None and run.pending is not None and run.pending.done():
                 taken = True
                 self._resume(run, bucket)
-                if run.held is not None and self._in_any_order(run.held):
+                # A collective that ranks match by order is held until its turn.
+                if run.held is not None and run.early:
                     self._issue(run, bucket, run.held)
         return taken
-
-    def _in_any_order(self, op: Collective | Await) -> bool:
-        return isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
 
     def _wait(self, run: Task) -> Any:
         """Wait for the run's last collective and return its result."""
@@ -254,10 +250,11 @@ class Scheduler:
             ) from error
         finally:
             run.step.trace.encode_seconds += time.perf_counter() - started
+        op = run.held
+        run.early = isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
 
     def _issue(self, run: Task, bucket: int, op: Collective | Await) -> None:
         started, run.op, lost = time.perf_counter(), op, None
-        run.early = self._in_any_order(op)
         turn = (bucket, run.stage) if run.early else None
         try:
             with span("issue"):
@@ -293,7 +290,7 @@ class Scheduler:
         return WireError(
             f"rank {own} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
             f" failed. {unresponsive(self.communicator, run.op)} The job cannot continue: restart it from its"
-            f" last checkpoint. (The backend said: {lost})"
+            f" last checkpoint. (Backend error: {lost})"
         )
 
     def _hang_up(self) -> None:

@@ -2,16 +2,16 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from thinwire.engine.comm.pending import Pending
 from thinwire.engine.futures import Result
 from thinwire.engine.meter import OpRecord, StepTrace
 from thinwire.engine.ops import Await, Collective, Collectives
 from thinwire.engine.order import Agenda
-from thinwire.engine.pending import Pending
 from thinwire.errors import ThinwireError
 
 
@@ -40,46 +40,38 @@ class EngineStep:
         self.done.set()
 
 
+@dataclass(eq=False)
 class Task:
     """One submitted program while it runs.
 
-    Args:
-        program: The generator.
+    Attributes:
+        program: The generator, until it ends.
         label: The name of its work, for errors.
         last: Whether it ends its step.
         step: The step it belongs to.
         instead: The future's value if the program fails in a guarded step.
-        awaited: Called when a hook waits for the future.
+        future: The future of its result.
     """
 
-    def __init__(
-        self,
-        program: Collectives[torch.Tensor],
-        label: object,
-        last: bool,
-        step: EngineStep,
-        instead: torch.Tensor,
-        awaited: Callable[[], None],
-    ) -> None:
-        self.program: Collectives[torch.Tensor] | None = program
-        self.label = label
-        self.last = last
-        self.step = step
-        self.op: Collective | Await | None = None
-        self.stage = 0
-        """The stage of the turn that the program takes next."""
-        self.held: Collective | Await | None = None
-        """The program's next collective, until it is issued."""
-        self.early = False
-        """Whether the program may resume before its turn in the static order."""
-        self.pending: Pending | None = None
-        self.record: OpRecord | None = None
-        self._instead: torch.Tensor | None = instead
-        self.future = Result(instead.device, awaited)
+    program: Collectives[torch.Tensor] | None
+    label: object
+    last: bool
+    step: EngineStep
+    instead: torch.Tensor | None
+    future: Result
+    op: Collective | Await | None = None
+    stage: int = 0
+    """The stage of the turn that the program takes next."""
+    held: Collective | Await | None = None
+    """The program's next collective, until it is issued."""
+    early: bool = False
+    """Whether that collective, or the one in flight, may be before its place in the static order."""
+    pending: Pending | None = None
+    record: OpRecord | None = None
 
     def resolve(self, value: Any) -> None:
         """Complete the future with the program's result."""
-        self.program = self.op = self.pending = self._instead = None
+        self.program = self.op = self.pending = self.instead = None
         self.future.set_result(value)
 
     def fail(self, error: ThinwireError) -> None:
@@ -91,9 +83,9 @@ class Task:
             with contextlib.suppress(Exception):  # errors of its clean-up would hide the failure
                 self.program.close()
             if self.step.guarded:
-                self.resolve(self._instead)
+                self.resolve(self.instead)
             else:
-                self.program = self.op = self.pending = self._instead = None
+                self.program = self.op = self.pending = self.instead = None
                 self.future.fail(anew(error))
 
 

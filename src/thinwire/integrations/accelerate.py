@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, OptionError
-from thinwire.gathered_state import GatheredState
 from thinwire.models.ddp.unwrap import ddp_of
 from thinwire.step.strategy import Attachable
 from thinwire.strategies.schedule import Schedule
@@ -56,9 +56,9 @@ def attach(
 
     Args:
         accelerator: The accelerator that has prepared the model.
-        model: What `accelerator.prepare` returned for it.
+        model: The model that `accelerator.prepare` returned.
         program: A program, configuration or schedule, as for `thinwire.attach`.
-        optimizer: What `prepare` returned for it. None takes all optimizers of the accelerator that hold
+        optimizer: The optimizer that `prepare` returned. None for all optimizers of the accelerator with
             parameters of this model.
         **options: Further options of `thinwire.attach`.
 
@@ -77,7 +77,7 @@ def attach(
     try:
         ddp_of(model)
     except AttachError as error:
-        raise AttachError(f"{error}. With Accelerate, attach to what prepare(model) returns") from error
+        raise AttachError(f"{error}. With Accelerate, attach to the model of prepare()") from error
     if optimizer is None:
         optimizer = _optimizers_of(accelerator, model)
     options.setdefault("scaler", accelerator.scaler)
@@ -91,7 +91,7 @@ def attach(
 
 
 def check_ddp(accelerator: Accelerator) -> None:
-    """Raise AttachError with the way out if the accelerator makes no DDP models, or trains on a mesh."""
+    """Raise AttachError with a workaround if the accelerator makes no DDP models, or trains on a mesh."""
     reason = _WITHOUT_DDP.get(accelerator.distributed_type)
     if reason is not None:
         raise AttachError(
@@ -115,44 +115,44 @@ def clip_by_wire(accelerator: Accelerator, model: nn.Module, wire: Wire) -> None
         model: The prepared model.
         wire: The wire attached to it.
     """
-    own = {id(one): one for one in ddp_of(model).parameters()}
+    own = {id(parameter): parameter for parameter in ddp_of(model).parameters()}
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
     def clip_grad_norm_(parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not any(id(one) in own for one in given):
-            return by_norm(given, max_norm, norm_type)
-        _check_whole(given, own)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(id(parameter) in own for parameter in clipped):
+            return by_norm(clipped, max_norm, norm_type)
+        _check_whole(clipped, own)
         accelerator.unscale_gradients()
         return wire.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(parameters: _Tensors, clip_value: float) -> None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        by_value(given, clip_value)
-        if any(id(one) in own for one in given):
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        by_value(clipped, clip_value)
+        if any(id(parameter) in own for parameter in clipped):
             wire.clip_grad_norm_(math.inf)  # ZeRO then accepts the change
 
     accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
 
 
-def _check_whole(given: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> None:
-    """Raise OptionError unless these are the model's parameters: ranks know the norm of all of them only."""
-    trained = {key for key, one in own.items() if one.requires_grad}
-    names = {id(one) for one in given}
+def _check_whole(clipped: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> None:
+    """Raise OptionError unless these are all of the model's parameters, whose norm alone ranks know."""
+    trained = {key for key, parameter in own.items() if parameter.requires_grad}
+    names = {id(parameter) for parameter in clipped}
     if not trained <= names <= own.keys():
         raise OptionError(
-            f"clip_grad_norm_ was given {len(names & trained)} of {len(trained)} trained parameters of a"
+            f"clip_grad_norm_ received {len(names & trained)} of {len(trained)} trained parameters of a"
             f" model under ZeRO, and {len(names - own.keys())} others: ZeRO knows the norm of the whole model"
-            " alone, so give model.parameters(), and clip other models in a call of their own"
+            " alone, so pass model.parameters(), and clip other models separately"
         )
 
 
 def _optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[Optimizer]:
-    own = {id(one) for one in model.parameters()}
+    own = {id(parameter) for parameter in model.parameters()}
     return [
         optimizer
         for optimizer in accelerator._optimizers
-        if any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
     ]
 
 
@@ -167,7 +167,7 @@ def _register(accelerator: Accelerator, state: GatheredState) -> None:
     place = len(registered) - 1
 
     def put_back(*_: Any) -> None:
-        if all(state is not one for one in registered):
+        if all(state is not known for known in registered):
             registered.insert(place, state)
 
     def take_out_if_missing(models: Any, folder: str) -> None:

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from thinwire.attach import attach as attach_ddp
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError
-from thinwire.gathered_state import GatheredState
 from thinwire.models.ddp.internals import called_module
 from thinwire.models.ddp.model import require_ddp
 from thinwire.models.ddp.unwrap import ddp_of
@@ -35,14 +35,14 @@ def attach(
     """Exchange the gradients, or models, of a model of Fabric with `program`. Call it on every process.
 
     Under `ZeRO`, `fabric.clip_gradients(..., max_norm=...)` clips by the norm over all ranks, and
-    `clip_val=...` works too. To save the wire, put a `State` into the dict that you give to `fabric.save` and
+    `clip_val=...` works too. To save the wire, put a `State` into the dict that you pass to `fabric.save` and
     `fabric.load`.
 
     Args:
         fabric: The fabric that has set up the model, with the strategy `"ddp"`.
-        model: What `fabric.setup` returned for it.
+        model: The model that `fabric.setup` returned.
         program: A program, configuration or schedule, as for `thinwire.attach`.
-        optimizer: What `fabric.setup` returned for it. `LocalSGD` and its like, and `ZeRO`, need it.
+        optimizer: The optimizer that `fabric.setup` returned. Averaged models and `ZeRO` need it.
         **options: Further options of `thinwire.attach`. The scaler is that of the fabric's precision.
 
     Returns:
@@ -62,8 +62,8 @@ def attach(
         ddp = ddp_of(model)
     except AttachError as error:
         raise AttachError(
-            f"attach needs DDP, and the fabric's strategy is {type(fabric.strategy).__name__}: give"
-            ' Fabric(strategy="ddp", devices=2) or more, and attach to what fabric.setup(model) returns. To'
+            f"attach needs DDP, and the fabric's strategy is {type(fabric.strategy).__name__}: use"
+            ' Fabric(strategy="ddp", devices=2) or more, and attach to the model of fabric.setup(). To'
             " shard the optimizer's state, use thinwire.ZeRO()"
         ) from error
     options.setdefault("scaler", _scaler_of(fabric))
@@ -74,30 +74,34 @@ def attach(
 
 
 class State:
-    """All ranks' state of a wire, for the dict given to `fabric.save` and `fabric.load`.
+    """All ranks' state of a wire, for the dict passed to `fabric.save` and `fabric.load`.
 
-    The GradScaler of the fabric's precision, which Fabric does not save, is a part of it.
+    It includes the GradScaler of the fabric's precision, which Fabric does not save.
 
-    Make it before `fabric.load`. Fabric loads the objects of a dict in any order. So what is loaded takes
-    effect with the model's next forward, when model and optimizer have theirs.
+    Make it before `fabric.load`. Fabric loads the objects of a dict in any order, so a loaded state is
+    applied in the model's next forward, after model and optimizer were loaded.
 
     Args:
-        wire: What `attach` returned.
+        wire: The wire that `attach` returned.
         **extra: As for `GatheredState`.
     """
 
     def __init__(self, wire: Wire, **extra: Any) -> None:
-        scaler = wire._runner.context.scaler
+        attached = wire.attachment("State")
+        scaler = attached.scaler
         if isinstance(scaler, GradScaler):
             extra.setdefault("scaler", scaler)
         self._gathered = GatheredState(wire, **extra)
         self._loaded: Mapping[str, Any] | None = None
-        module = called_module(require_ddp(wire._runner.context.model, "State").ddp("State"))
+        module = called_module(require_ddp(attached.model, "State").ddp("State"))
         apply = torch.compiler.disable(lambda module, args: self.apply())
-        module.register_forward_pre_hook(apply, prepend=True)  # before the hooks of strategies
+        # Fabric loads in the order of a set, which differs from rank to rank, and loading a wire is
+        # collective. A forward is the first call that all ranks make in the same order. It runs before the
+        # hooks of strategies.
+        module.register_forward_pre_hook(apply, prepend=True)
 
     def apply(self) -> None:
-        """Load what was loaded last, now. Every rank must call it, after model and optimizer were loaded."""
+        """Apply the deferred state. Every rank must call it, after model and optimizer were loaded."""
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._gathered.load_state_dict(loaded)
@@ -134,7 +138,7 @@ def _clip_by_wire(fabric: Fabric, ddp: nn.Module, wire: Wire) -> None:
         norm = wire.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"the norm of the gradients is {norm.item()}: with a GradScaler, which skips such steps, give"
+                f"the norm of the gradients is {norm.item()}: with a GradScaler, which skips such steps, call"
                 " clip_gradients(..., error_if_nonfinite=False)"
             )
         return norm

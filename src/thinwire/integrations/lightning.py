@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, UnavailableError
-from thinwire.gathered_state import GatheredState
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
@@ -31,7 +31,7 @@ class ThinwireCallback(Callback):
 
     It attaches when training starts, with the strategy `"ddp"` on any device. All ranks' state is in the
     checkpoints of the trainer, and a resumed run loads it, with any number of processes. Every
-    `log_every_n_steps` steps the figures of `Metrics` go to the trainer's loggers. Under `ZeRO`,
+    `log_every_n_steps` steps the figures of `Metrics` are sent to the trainer's loggers. Under `ZeRO`,
     `gradient_clip_val` is the norm over all ranks. The callback is moved before all others, so that at the
     end models are synchronised before a callback such as `WeightAveraging` replaces them.
 
@@ -63,14 +63,16 @@ class ThinwireCallback(Callback):
         existed.
         """
         ddp = _ddp_of(trainer)
-        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        # First in the list: at the end of training, models are synchronised before WeightAveraging replaces
+        # them.
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         saved, self._saved = (self._saved if trainer.ckpt_path else None), None
         if saved is not None:
             expect_own_states(trainer.optimizers)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"scaler": scaler, **self._options}
         wire = attach(ddp, self._program, optimizer=trainer.optimizers, **options)
-        if any(stage.trains_locally for stage in wire._runner.stages.all):
+        if wire.attachment("attach").trains_locally:
             _check_weight_averaging(trainer)
         self._state = GatheredState(wire, **({} if scaler is None else {"scaler": scaler}))
         self.wire, self._metrics = wire, Metrics(wire)
@@ -83,8 +85,8 @@ class ThinwireCallback(Callback):
         """Send the wire's figures to the trainer's loggers."""
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
         figures = self._metrics() if due and self._metrics is not None else {}
-        for one in trainer.loggers if figures else ():
-            one.log_metrics(figures, step=trainer.global_step - 1)
+        for logger in trainer.loggers if figures else ():
+            logger.log_metrics(figures, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Synchronise averaged models, if configured."""
@@ -109,12 +111,12 @@ class ThinwireCallback(Callback):
 def _check_weight_averaging(trainer: Any) -> None:
     """Raise UnavailableError if a callback averages models over steps while each rank has its own model."""
     stock = (WeightAveraging.should_update, EMAWeightAveraging.should_update)
-    for one in trainer.callbacks:
-        averages = isinstance(one, WeightAveraging) and type(one).should_update in stock
-        if averages or isinstance(one, StochasticWeightAveraging):
+    for callback in trainer.callbacks:
+        averages = isinstance(callback, WeightAveraging) and type(callback).should_update in stock
+        if averages or isinstance(callback, StochasticWeightAveraging):
             raise UnavailableError(
-                f"{type(one).__name__} would average each rank's own model, and ranks have different ones"
-                " between exchanges of averaged models: take a subclass of WeightAveraging whose"
+                f"{type(callback).__name__} would average each rank's own model, and models differ between"
+                " the exchanges of averaged models: pass a subclass of WeightAveraging whose"
                 " should_update(step_idx) is True after the steps that exchange models, as in"
                 " (step_idx + 1) % period == 0"
             )
@@ -139,7 +141,7 @@ def _ddp_of(trainer: Any) -> DistributedDataParallel:
         ddp = ddp_of(strategy.model)
     except AttachError as error:
         raise AttachError(
-            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: give"
+            f"attach needs DDP, and the trainer's strategy is {type(strategy).__name__}: use"
             ' Trainer(strategy="ddp", devices=2) or more devices or nodes. To shard the optimizer\'s state,'
             " use thinwire.ZeRO()"
         ) from error

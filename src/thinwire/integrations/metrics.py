@@ -13,7 +13,7 @@ class Metrics:
         thinwire/overflows          steps that were skipped since attach, because a gradient was non-finite
 
     Args:
-        wire: What `attach` returned.
+        wire: The wire that `attach` returned.
 
     Example::
 

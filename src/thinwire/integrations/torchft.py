@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.amp.skipped_steps import SkippedSteps
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import SetUp, set_up_of
+from thinwire.engine.comm.agreement import SetUp, set_up_of
 from thinwire.engine.meter import Meter
 from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.models.fsdp.internals import is_sharded

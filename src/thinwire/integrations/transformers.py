@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from thinwire.attach import attach
+from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError
-from thinwire.gathered_state import GatheredState
 from thinwire.integrations.accelerate import check_ddp, clip_by_wire
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
@@ -90,6 +90,7 @@ class ThinwireCallback(TrainerCallback):
         if args.should_save:
             path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
             unfinished = path.with_suffix(".unfinished")
+            # Renamed when complete: a resumed run must not find half a file.
             torch.save(gathered, unfinished)
             unfinished.replace(path)
 
@@ -107,7 +108,10 @@ class ThinwireCallback(TrainerCallback):
 
 
 def _running() -> tuple[Any, str | None]:
-    """Return the trainer whose `train` runs now, which callbacks are not given, and what it resumes from."""
+    """Return the trainer whose `train` is running, and the checkpoint that it resumes from."""
+    # Callbacks receive the bare model, without the DDP model and the folder that is resumed. `Trainer.train`
+    # calls `on_train_begin` and has both. The trainer cannot be an argument: it does not exist yet when its
+    # callbacks are made.
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -116,7 +120,7 @@ def _running() -> tuple[Any, str | None]:
         if trains and isinstance(found.get("self"), Trainer):
             return found["self"], found["resume_from_checkpoint"] or None
     raise AttachError(
-        "on_train_begin was not called by Trainer.train(): give the callback to a transformers.Trainer, as in"
+        "on_train_begin was not called by Trainer.train(): pass the callback to a transformers.Trainer, as in"
         " Trainer(..., callbacks=[ThinwireCallback(program)])"
     )
 

@@ -1,12 +1,17 @@
-/* Passes over many tensors ("pieces") in blocks: error feedback, encoding and residual in one, decoding, adding, and
- * the middle of a two-shot exchange.
+/* Passes over many tensors ("pieces") in blocks: error feedback, encoding and residual in one, decoding, adding,
+ * and the middle of a two-shot exchange.
  *
- * Each piece begins a new block, and its last block is padded with zeros. One block at a time is worked on, so that
- * it stays in the core's L1 cache whatever is done to it.
+ * Each piece begins a new block, and its last block is padded with zeros. All passes of one block run before the
+ * next one begins, so that it stays in the core's L1 cache. torch passes over memory six to ten times for the same
+ * work, and maps new pages in each pass (benchmarks/twoshot.py compares both).
  */
 #include "kernels.h"
 
 EXPORT int32_t tw_abi(void) { return ABI; }
+
+/* Whether all numbers are finite. Infinity and NaN have the largest magnitudes as integers, so a maximum of bits finds
+ * them. A sum would also overflow for huge finite numbers. */
+CLONES EXPORT int32_t tw_finite(const float *x, int64_t n) { return largest_magnitude(x, n) < INFINITE; }
 
 /* In the order of `blocks.KINDS` in Python. */
 static const Kind *const kinds[] = {&INT8, &INT4, &SIGN, &E4M3, &E5M2, &INT2};
@@ -20,11 +25,14 @@ typedef struct {
     float keep;              /* factor of the residuals */
 } Pieces;
 
+/* x = value + keep * residual. The product is rounded before the sum, as by two operations of torch. */
 CLONES static void correct(const float *value, const float *residual, float keep, int64_t n, float *into) {
     INDEPENDENT
     for (int64_t i = 0; i < n; i++) into[i] = value[i] + keep * residual[i];
 }
 
+/* A division, not a multiplication by the reciprocal, which rounds differently where the world size is no power of
+ * 2. */
 CLONES static void divide(float *x, int64_t n, float by) {
     INDEPENDENT
     for (int64_t i = 0; i < n; i++) x[i] = x[i] / by;
@@ -69,7 +77,11 @@ EXPORT void tw_encode(int32_t which, int64_t width, const Pieces *all, float *sc
     }
 }
 
-/* Encode (value + keep * residual + what `received` encodings decode to) / world. Errors are multiplied by world. */
+/* Encode (value + keep * residual + the decoded `received` encodings) / world.
+ *
+ * The owner's own numbers enter the mean without being encoded. `received` are added in the order of ranks, so the
+ * sum has the same bits on every processor. Errors are multiplied by world: the owner feeds back the error of the
+ * mean through its own residual, which has a weight of 1 / world in the next mean. */
 EXPORT void tw_mean_encode(int32_t which, int64_t width, const Pieces *all, int64_t received,
                            const float *const *received_scales, const uint8_t *const *received_codes, float world,
                            float *scales, uint8_t *codes, float *scratch) {

@@ -18,19 +18,22 @@ INLINE int32_t code_of(int32_t magnitude, int mantissa, int bias) {
     return magnitude < smallest ? subnormal : normal;
 }
 
+/* From 480 on (0x43f00000), the next value after 448 and a NaN in this format, magnitudes become NaN. */
 INLINE uint8_t e4m3_of(float x) {
     int32_t magnitude = magnitude_bits(x), sign = bits_of(x) >> 24 & 0x80;
     int32_t code = magnitude >= 0x43f00000 ? 0x7f : code_of(magnitude, 3, 7);
     return (uint8_t)(sign | code);
 }
 
+/* From 65536 on (0x47800000) magnitudes become infinity, and NaN stays NaN. */
 INLINE uint8_t e5m2_of(float x) {
     int32_t magnitude = magnitude_bits(x), sign = bits_of(x) >> 24 & 0x80;
     int32_t code = magnitude >= 0x47800000 ? (magnitude > INFINITE ? 0x7f : 0x7c) : code_of(magnitude, 2, 15);
     return (uint8_t)(sign | code);
 }
 
-/* The code of NaN becomes 480. Its block has a NaN or infinite scale. */
+/* The code of NaN becomes 480 instead of NaN. That is harmless: its block has a non-finite scale, and so the
+ * product is non-finite. */
 INLINE float from_e4m3(uint8_t code) {
     float magnitude = float_of((code & 0x7f) << 20) * 0x1p120f;
     return float_of(bits_of(magnitude) | (int32_t)((uint32_t)(code & 0x80) << 24));

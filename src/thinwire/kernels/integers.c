@@ -1,14 +1,15 @@
 /* Symmetric integers of 8 or 4 bits: code = round(x * levels / most), scale = most / levels.
  *
  * Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, as rint does, and leaves the
- * integer in the low bits of the sum. It vectorises on every processor and rounds -0.3 to +0, which is what
- * decoding an integer gives.
+ * integer in the low bits of the sum. It vectorises on every processor. It rounds -0.3 to +0, as decoding the
+ * integer 0 does, so that errors computed from the rounded float equal those of the decoded code.
  */
 #include "kernels.h"
 
 #define ROUNDER 12582912.0f
 
-/* A block with a non-finite number: all codes are zero, the scale and every error are not finite. */
+/* A block with a non-finite number: all codes are zero, the scale and every error are non-finite. Ranks detect
+ * the overflow from the scale alone. */
 INLINE float give_up(float most, float levels, int64_t width, int64_t bytes, uint8_t *codes, float *error) {
     memset(codes, 0, (size_t)bytes);
     if (error)

@@ -1,7 +1,9 @@
 /* Shared by all kernels: how they are exported and compiled for several processors, and bits of floats.
  *
- * Results must not depend on the processor. So every file is compiled with -ffp-contract=off (no fused
- * multiply-add), sums are taken in an order that the code fixes, and nothing is compiled with -ffast-math.
+ * Results must not depend on the processor, and must equal those of the pure-torch path bit by bit: ranks with and
+ * without native code train together. So every file is compiled with -ffp-contract=off (no fused multiply-add, which
+ * rounds once where two operations round twice), sums are taken in an order that the code fixes, and nothing is
+ * compiled with -ffast-math.
  */
 #ifndef THINWIRE_KERNELS_H
 #define THINWIRE_KERNELS_H
@@ -83,8 +85,9 @@ INLINE int32_t largest_magnitude(const float *x, int64_t n) {
     return most;
 }
 
-/* The factor that takes the largest magnitude to `levels`: 0 where the reciprocal would overflow. Two roundings, as
- * torch computes it. */
+/* The factor that takes the largest magnitude to `levels`. It is reciprocal(most) * levels, with two roundings,
+ * because torch computes `levels / most` so. Not far below 1e-33 the product overflows float32 (57344 / 1e-34), so
+ * such a block is encoded as zeros, and error feedback keeps its numbers. */
 INLINE float inverse_of(float most, float levels) { return most > 1e-33f ? (1.0f / most) * levels : 0.0f; }
 
 #endif

@@ -1,8 +1,12 @@
 """The compiled library: its location, whether it is in use, and if not, why.
 
 The package builds it from the C files of this folder. Without a C compiler the package still installs, and
-the pure-torch path gives the same results. `THINWIRE_KERNELS=0` in the environment disables native code for a
-process, and `switched_off()` for the duration of a context.
+the pure-torch path computes the same results. `THINWIRE_KERNELS=0` in the environment disables native code
+for a process, and `switched_off()` for the duration of a context.
+
+A plain C library called through ctypes knows addresses and lengths only, so it fits every version of torch
+and needs no Python headers. ctypes releases the GIL during a call, so encoding on the wire thread does not
+stop backward's Python. Calls run on one thread, because backward rarely leaves a second core idle.
 """
 
 import ctypes
@@ -55,7 +59,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tw_decode": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tw_add": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _F32]),
     "tw_finite": (_I32, [_ADDRESS, _I64]),
-    "tw_scale_finite": (_I32, [_ADDRESS, _I64, _F32]),
     "tw_times": (None, [_ADDRESS, _ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),
     "tw_transposed_times": (None, [_ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),
     "tw_product_few": (None, [_ADDRESS, _ADDRESS, _I64, _I64, _I64, _ADDRESS, _ADDRESS]),

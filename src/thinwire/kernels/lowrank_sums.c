@@ -3,9 +3,12 @@
  * P (n x rank) and Q (m x rank) are stored with their columns as rows: P[k] has n numbers, Q[k] has m. Each pass
  * reads M from memory once.
  *
- * This file alone may use fused multiply-adds, which double the speed at high ranks. M Q and M^T P are averaged over
- * ranks before they are used, so their last bits may differ from one processor to another. P Q^T here is made of
- * numbers with so few bits that nothing is rounded, fused or not.
+ * This file alone may use fused multiply-adds, which double the speed at high ranks. M Q and M^T P are averaged
+ * over ranks before they are used, so their last bits may differ from one processor to another. P Q^T here is made
+ * of numbers with so few bits that nothing is rounded, fused or not.
+ *
+ * One row at a time reaches the speed of copying. Two or four rows together compute faster from the cache, and are
+ * 1.7 times slower from memory. M Q and M^T P are as fast as BLAS up to rank 4, and BLAS computes them beyond it.
  */
 #if defined(__clang__)
 #pragma clang fp contract(fast)

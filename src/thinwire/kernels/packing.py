@@ -98,8 +98,8 @@ def _checked(x: torch.Tensor, dtype: torch.dtype) -> tuple[ctypes.CDLL, int, int
     return library, x.shape[0], x.shape[1]
 
 
-def _check_bytes(bits: int, needed: int, given: int) -> None:
-    if not 0 <= bits <= _MOST_BITS or needed != given:
+def _check_bytes(bits: int, needed: int, nbytes: int) -> None:
+    if not 0 <= bits <= _MOST_BITS or needed != nbytes:
         raise OptionError(
-            f"{given} bytes of {bits}-bit integers: rows have {needed} bytes, of 0 to {_MOST_BITS} bits each"
+            f"{nbytes} bytes of {bits}-bit integers: rows have {needed} bytes, of 0 to {_MOST_BITS} bits each"
         )

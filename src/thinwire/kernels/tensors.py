@@ -13,21 +13,21 @@ def addressable(tensors: Iterable[torch.Tensor], dtype: torch.dtype = torch.floa
     """Return whether the library can be called with the memory of these tensors.
 
     It can if native code is in use and all are plain, contiguous CPU tensors of `dtype`. Fake tensors and
-    other subclasses have no memory of their own.
+    other subclasses have no memory.
     """
     return native() is not None and all(
-        type(one) is torch.Tensor
-        and one.dtype is dtype
-        and one.device.type == "cpu"
-        and one.is_contiguous()
-        and not one.is_neg()
-        for one in tensors
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        for tensor in tensors
     )
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> "array[int]":
     """Return the tensors' addresses as a C array. The tensors must outlive its use."""
-    return array("q", [one.data_ptr() for one in tensors])
+    return array("q", [tensor.data_ptr() for tensor in tensors])
 
 
 def address_of(numbers: "array[int]") -> int:
@@ -37,7 +37,7 @@ def address_of(numbers: "array[int]") -> int:
 
 def lengths_of(tensors: Sequence[torch.Tensor]) -> "array[int]":
     """Return the tensors' numbers of elements as a C array."""
-    return array("q", [one.numel() for one in tensors])
+    return array("q", [tensor.numel() for tensor in tensors])
 
 
 def scratch(numbers: int) -> torch.Tensor:

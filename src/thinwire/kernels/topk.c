@@ -1,8 +1,8 @@
 /* The positions of the largest magnitudes of each row.
  *
- * Magnitudes are compared by their bits, so NaN is the largest. Of equal magnitudes the first are taken. Positions are
- * written in ascending order. The threshold is found bit by bit, by counting: that vectorises, needs no
- * scratch space and takes the same time for any values.
+ * Magnitudes are compared by their bits, so NaN is the largest. Of equal magnitudes the first are taken. Positions
+ * are written in ascending order. The threshold is found bit by bit, by counting: that vectorises, needs no scratch
+ * space and takes the same time for any values.
  */
 #include "kernels.h"
 

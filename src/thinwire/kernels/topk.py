@@ -15,7 +15,7 @@ def supported(x: torch.Tensor) -> bool:
 def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     """Return the positions of the `kept` largest magnitudes of each row, in ascending order.
 
-    NaN counts as larger than infinity. Of equal magnitudes the first are taken.
+    NaN is larger than infinity. Of equal magnitudes the first are taken; `torch.topk` promises no order.
 
     Args:
         x: Matrix for which `supported` is true.

@@ -10,6 +10,9 @@
  */
 #include "kernels.h"
 
+/* (1.1 RMS)^2. A threshold of 0.98 RMS has the smallest error of a single encoding, but with error feedback the
+ * numbers that it clips return in every step: the energies of a GPT's residuals after 10, 20 and 30 steps are 0.35,
+ * 0.20, 0.14 at 0.98, 0.27, 0.16, 0.13 at 1.1, and 0.22, 0.15, 0.15 at 1.25 RMS. */
 #define THRESHOLD 1.21f
 #define NOT_A_NUMBER 0x7fc00000u
 
@@ -51,6 +54,8 @@ CLONES static float encode2(const float *x, int64_t n, int64_t width, uint8_t *c
         scratch[i] = large ? float_of(magnitude_bits(x[i])) : 0.0f;
         count += large;
     }
+    /* The means of the large and the small numbers are the best levels for each, and preserve the sum of magnitudes.
+     * Zeros are small numbers: in a block that is mostly zero, small numbers decode to nearly zero. */
     float above = sum_of(scratch, width);
     float high = above / (float)(count ? count : 1);
     float low = (total - above) / (float)(width - count ? width - count : 1);

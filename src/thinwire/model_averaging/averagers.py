@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.given_group import group_or_world
+from thinwire.engine.comm.process_group import group_or_world
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]

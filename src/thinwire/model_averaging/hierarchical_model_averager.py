@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.given_group import outside
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.group_communicator import GroupCommunicator
+from thinwire.engine.comm.process_group import outside
 from thinwire.errors import OptionError
 from thinwire.model_averaging.averagers import PERIOD, WARM_UP, ModelAverager
 from thinwire.model_averaging.utils import average_parameters_or_parameter_groups

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed import ProcessGroup
 
-from thinwire.engine.blocking import run_blocking
-from thinwire.engine.given_group import group_or_world, outside
+from thinwire.engine.comm.borrowed_group import run_blocking
+from thinwire.engine.comm.process_group import group_or_world, outside
 from thinwire.errors import OptionError
 from thinwire.strategies.averaging.parameters import average, average_used
 

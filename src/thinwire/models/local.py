@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.engine.agreement import SetUp
+from thinwire.engine.comm.agreement import SetUp
+from thinwire.engine.comm.process_group import global_ranks
 from thinwire.engine.ops import AllReduce
-from thinwire.engine.process_group import global_ranks
 from thinwire.errors import AttachError, OptionError, ThinwireError
 from thinwire.models.ddp.internals import surrounding_ddp
 from thinwire.programs.parameter_names import original_name

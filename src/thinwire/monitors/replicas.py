@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.engine.comm.rendezvous import ranks_text
 from thinwire.engine.ops import AllGather, Collectives
 from thinwire.engine.pack import real_numbers
-from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import DriftError
 
 _WORD = 4

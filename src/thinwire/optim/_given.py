@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from thinwire.checkpoint.optimizer_state import options_of
-from thinwire.engine.given_group import group_or_world, outside
+from thinwire.engine.comm.process_group import group_or_world, outside
 from thinwire.errors import OptionError
 
 

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from thinwire.amp.wrapped_step import wrapped_step
+from thinwire.checkpoint.gather import collect
 from thinwire.checkpoint.optimizer_state import (
     checked,
     joined,
@@ -32,17 +33,17 @@ from thinwire.checkpoint.optimizer_state import (
     whole_of,
 )
 from thinwire.codecs.checks import is_whole
-from thinwire.engine.agreement import agree_on
-from thinwire.engine.blocking import run_abreast, run_blocking
-from thinwire.engine.process_group import time_limit
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.agreement import agree_on
+from thinwire.engine.comm.borrowed_group import run_abreast, run_blocking
+from thinwire.engine.comm.process_group import time_limit
+from thinwire.engine.comm.rendezvous import StoreRendezvous
+from thinwire.engine.pack import batches
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.optim._given import described, group_given, listed, local_optimizer
 from thinwire.step.autograd import state_hooks
 from thinwire.strategies.zero.assignment import Assignment, assign, in_runs
-from thinwire.strategies.zero.collect import collect
 from thinwire.strategies.zero.overlap import Overlap, Usage
-from thinwire.strategies.zero.parameters import as_views, batches, in_turn, share
+from thinwire.strategies.zero.parameters import as_views, in_turn, share
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

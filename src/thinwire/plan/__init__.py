@@ -1,1 +1,1 @@
-"""The planner: what a training step will cost with each program on a network, before training."""
+"""The planner, which predicts the cost of a training step with each program on a network."""

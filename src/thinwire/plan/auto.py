@@ -1,4 +1,4 @@
-"""Auto: plans after the first steps on the real network, picks a program, and checks that the gain comes."""
+"""Auto: a program that a plan on the real network chooses after the first steps, and a check of its gain."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from thinwire.codecs.checks import check_whole
-from thinwire.engine.agreement import agreeing
+from thinwire.engine.comm.agreement import agreeing
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import GRADIENTS
 from thinwire.errors import OptionError
@@ -35,9 +35,9 @@ logger = logging.getLogger("thinwire")
 
 _KEY = "auto"
 _WARM_UP = 2
-"""Steps at the start of a measurement that are left out, as memory is allocated and buckets are rebuilt."""
+"""Steps left out at the start of a measurement: DDP rebuilds its buckets and memory is allocated."""
 _GAIN = 1.02
-"""The least ratio of step times that counts as a gain."""
+"""Step times must differ by this ratio to be a gain."""
 
 
 def _candidates() -> tuple[Program, ...]:
@@ -48,11 +48,10 @@ def _candidates() -> tuple[Program, ...]:
 class Auto(Configuration):
     """A program chosen by a plan on the real network, after the first steps.
 
-    The first `after` steps exchange exact gradients, and are timed. Then all ranks probe the network, and
-    rank 0 plans as `thinwire plan` does: with the measured steps, the probed link, and the speed of every
-    program on its own host. All ranks take its choice, which may be to stay with exact gradients. After
-    `check_after` more steps, their time is compared with that of the first ones. Without a gain, gradients
-    are exact again.
+    The first `after` steps exchange exact gradients and are timed. Then all ranks probe the network, and
+    rank 0 plans as `thinwire plan` does, from the timed steps, the probed link and the speed of every program
+    on its host. All ranks use rank 0's choice, which may be exact gradients. After `check_after` more steps,
+    their time is compared with that of the first ones. Without a gain, gradients are exact again.
 
     The choice and its reason are in the log of `thinwire`, in `wire.program`, in `wire.explain()` and in the
     saved state, so a resumed run continues with it and does not plan again.
@@ -60,7 +59,7 @@ class Auto(Configuration):
     Args:
         max_gap: The largest expected loss gap, as a share of the loss. Programs whose gap was never
             measured are not chosen. Gaps were measured on transformers. For other models they are the only
-            evidence, and the reason says so.
+            evidence, and the reason mentions it.
         max_memory: The most bytes beyond plain DDP's memory. None for no limit.
         candidates: The gradient programs to choose from.
         after: Steps that are timed before the plan.
@@ -94,8 +93,8 @@ class Auto(Configuration):
         check_whole("after", self.after, _WARM_UP + 1, "steps that are timed before the plan")
         check_whole("check_after", self.check_after, _WARM_UP + 1, "steps after which the gain is checked")
         object.__setattr__(self, "candidates", tuple(self.candidates))
-        for one in self.candidates:
-            require_program(one, "candidates")
+        for program in self.candidates:
+            require_program(program, "candidates")
 
     def validate(self, target: Target) -> None:
         """Raise OptionError if a candidate does not fit the model."""
@@ -115,13 +114,13 @@ class Auto(Configuration):
         return replace(self, program=program)
 
     def variants(self) -> Sequence[Configuration]:
-        """Return what the configuration may become: one for each choice."""
+        """Return the configuration after each possible choice."""
         chosen = (None, Exact(), *self.candidates)
-        return [replace(self, program=one) for one in chosen]
+        return [replace(self, program=program) for program in chosen]
 
 
 class AutoStrategy(Strategy):
-    """The strategy of `Auto`: times steps in forward, plans, and checks."""
+    """Runs `Auto` on a model: times steps, plans once, and checks the plan once."""
 
     config: Auto
 
@@ -137,7 +136,8 @@ class AutoStrategy(Strategy):
         self._done = False
 
     def start(self) -> None:
-        """Follow the model's forwards, in which all ranks are between two steps."""
+        """Time steps from the model's forward passes."""
+        # A plan swaps programs. In a forward pass all ranks are certain to be between two steps.
         self._forwards = self.context.model.on_forward(self._forward)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class AutoStrategy(Strategy):
             self._forwards = None
 
     def explain(self) -> str:
-        """Return what was chosen and why."""
+        """Return the chosen program and the reason."""
         return f"Auto: {self._reason}" if self._reason else f"Auto: plans after {self.config.after} steps"
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class AutoStrategy(Strategy):
         return {_KEY: saved}
 
     def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Validate a saved state, and return a function that applies it. A choice is not made again."""
+        """Validate a saved state, and return a function that applies it, so that a plan is made once."""
         saved = require_state(state, _KEY)
 
         def take_over() -> None:
@@ -168,7 +168,7 @@ class AutoStrategy(Strategy):
         return take_over
 
     def _forward(self) -> None:
-        """Time the step that has ended. Plan, or check the plan, when enough were timed."""
+        """Time the step that has ended. Plan, or check the plan, once enough steps were timed."""
         steps = self.context.steps
         if self._done or steps.is_open or self.context.model.joins:
             return
@@ -187,31 +187,37 @@ class AutoStrategy(Strategy):
         self._since, self._latest, self._seconds = self.context.steps.count, None, []
 
     def _plan(self) -> None:
-        """Probe the network on all ranks, plan on rank 0, and take its choice on all. Collective."""
+        """Probe the network on all ranks, plan on rank 0, and use its choice on all ranks. Collective."""
         communicator = self.context.communicator
         if communicator.size == 1:
             self._done, self._reason = True, "one rank exchanges nothing"
             return
+        # Only rank 0 plans. Clocks and processors differ, so ranks would choose different programs.
         network = Probe(communicator, self.context.model.device).run()
-        told = self._share(lambda: self._choice(network))
-        self._reason, self._baseline = told["reason"], told["step"]
-        chosen: Program = Exact() if told["choice"] < 0 else self.config.candidates[told["choice"]]
-        self._done = told["choice"] < 0
+        shared = self._share(lambda: self._choice(network))
+        self._reason, self._baseline = shared["reason"], shared["step"]
+        chosen: Program = Exact() if shared["choice"] < 0 else self.config.candidates[shared["choice"]]
+        self._done = shared["choice"] < 0
         self._say(logging.INFO, f"auto: {self._reason}")
         self.change(replace(self.config, program=chosen))
 
     def _choice(self, network: Network) -> dict[str, Any]:
-        """Return the choice of this rank as plain values: a candidate's index, or -1 for exact gradients."""
+        """Return this rank's choice as plain values: a candidate's index, or -1 for exact gradients."""
         step = self._typical()
         model = self.context.model
-        trained = [(name, one.shape) for name, one in model.parameters().items() if one.requires_grad]
+        trained = [
+            (name, parameter.shape)
+            for name, parameter in model.parameters().items()
+            if parameter.requires_grad
+        ]
+        # Backward computes gradients about in the reverse order of the parameters.
         measured = assumed(dict(reversed(trained)), self._computing(step))
         cores = cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         planner = Planner(measured, step=(self.config.steps or 2000) // 2)
         planner.speeds = Speeds(factor=contention(cores))
         size = model.bucket_bytes
         cap = None if size is None or size == BUCKET else size / (1 << 20)
-        candidates = [Candidate(short(one), one, cap) for one in self.config.candidates]
+        candidates = [Candidate(short(program), program, cap) for program in self.config.candidates]
         known = Known(steps=self.config.steps, kind=kind_of(model.module("Auto")))
         rows = planner.rows(candidates, network, known)
         limits = Limits(gap=self.config.max_gap, memory=self.config.max_memory)
@@ -220,10 +226,10 @@ class AutoStrategy(Strategy):
         return {"choice": index, "reason": advice.text, "step": step}
 
     def _check(self) -> None:
-        """Compare the measured steps with those of the exact exchange, and fall back without a gain."""
-        told = self._share(lambda: {"step": self._typical()})
+        """Compare the timed steps with exact ones, and fall back to these without a gain. Collective."""
+        shared = self._share(lambda: {"step": self._typical()})
         before = math.inf if self._baseline is None else self._baseline
-        now = told["step"]
+        now = shared["step"]
         self._done = True
         gain = f"a step takes {1e3 * now:.1f} ms, and took {1e3 * before:.1f} ms with exact gradients"
         if now * _GAIN <= before:
@@ -240,24 +246,26 @@ class AutoStrategy(Strategy):
         return statistics.median(self._seconds[_WARM_UP:] or self._seconds)
 
     def _computing(self, step: float) -> float:
-        """Return the time of a step without what backward waited for, where that is measured."""
+        """Return the time of a step without the exposed time, where that is measured."""
         records = self.context.engine.stats().records[-len(self._seconds) :]
         waits = [
-            one.exposed_seconds
-            for one in records
-            if one.purpose == GRADIENTS and one.exposed_seconds is not None
+            record.exposed_seconds
+            for record in records
+            if record.purpose == GRADIENTS and record.exposed_seconds is not None
         ]
+        # A difference of two medians may be negative on a noisy machine.
         return max(step - (statistics.median(waits) if waits else 0.0), 0.05 * step)
 
     def _share(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return rank 0's values on all ranks. Collective."""
         communicator, own = self.context.communicator, ""
-        # A plan runs the candidates, the user's own too. If that fails, the other ranks must not wait for it.
+        # A plan runs the candidates, which may be the user's code. If one raises on rank 0, `agreeing` raises
+        # on all ranks; otherwise they would wait for rank 0 until the time limit.
         with agreeing(communicator.rendezvous, communicator.limit, f"{_KEY} on rank 0"):
             if communicator.rank == 0:
                 own = json.dumps(make())
-        told: dict[str, Any] = json.loads(communicator.rendezvous.gather(_KEY, own, communicator.limit)[0])
-        return told
+        shared: dict[str, Any] = json.loads(communicator.rendezvous.gather(_KEY, own, communicator.limit)[0])
+        return shared
 
     def _say(self, level: int, text: str) -> None:
         if self.context.communicator.rank == 0:

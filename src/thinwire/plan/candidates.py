@@ -43,51 +43,51 @@ class Candidate:
     """One way to train.
 
     Attributes:
-        text: What the user wrote. Empty for plain DDP.
-        given: What `attach` is given. None for plain DDP.
+        text: The program as the user wrote it. Empty for plain DDP.
+        argument: The argument of `attach`. None for plain DDP.
         bucket_mb: DDP's bucket size. None for its default.
     """
 
     text: str
-    given: Attachable | None
+    argument: Attachable | None
     bucket_mb: float | None = None
 
     @classmethod
-    def of(cls, text: str, given: Attachable | Schedule) -> "Candidate":
-        """Return the candidate for what `attach` would be given.
+    def of(cls, text: str, argument: Attachable | Schedule) -> "Candidate":
+        """Return the candidate for an argument of `attach`.
 
         Raises:
-            OptionError: It is neither a gradient program nor averages models, so it cannot be planned.
+            OptionError: The planner supports neither its strategy nor its options.
         """
-        if isinstance(given, Averaging):
-            if given.within is not None:
+        if isinstance(argument, Averaging):
+            if argument.within is not None:
                 raise OptionError(f"program={text!r} cannot be planned with within=: leave it out")
-        elif isinstance(given, Schedule | Configuration):
+        elif isinstance(argument, Schedule | Configuration):
             raise OptionError(
-                f"program={text!r} cannot be planned: give gradient programs and averaged models such as"
+                f"program={text!r} cannot be planned: pass gradient programs and averaged models such as"
                 " DiLoCo(period=16), or measure it by thinwire bench"
             )
-        return cls(text, given)
+        return cls(text, argument)
 
     @property
     def name(self) -> str:
         """The name in tables, without an outer optimizer, whose options fill a line."""
-        if isinstance(self.given, Averaging):
-            shown = short(self.given)
+        if isinstance(self.argument, Averaging):
+            shown = short(self.argument)
             begin = shown.find("outer=functools.partial(")
             end = shown.find(")", begin) + 1
             return shown if begin < 0 else (shown[:begin] + shown[end:].lstrip(", ")).replace(", )", ")")
-        return PLAIN if self.given is None else short(self.given)
+        return PLAIN if self.argument is None else short(self.argument)
 
     @property
     def averaging(self) -> Averaging | None:
         """The configuration of averaged models, or None where gradients are averaged."""
-        return self.given if isinstance(self.given, Averaging) else None
+        return self.argument if isinstance(self.argument, Averaging) else None
 
     @property
     def program(self) -> Program:
         """The program for gradients."""
-        return Exact() if self.given is None else configuration_of(self.given).gradient_program()
+        return Exact() if self.argument is None else configuration_of(self.argument).gradient_program()
 
     @property
     def period(self) -> int:
@@ -98,11 +98,11 @@ class Candidate:
 
     def validate(self, shapes: Shapes, ranks: int) -> None:
         """Raise OptionError if the candidate is not a program, or does not fit the model."""
-        if self.given is None:
+        if self.argument is None:
             return
         if self.averaging is None:
-            require_program(self.given)
-        check_fit(self.given, dict(shapes), ranks)
+            require_program(self.argument)
+        check_fit(self.argument, dict(shapes), ranks)
 
 
 PLAIN_DDP = Candidate("", None)
@@ -113,9 +113,9 @@ class ModelExchange:
     """One exchange of models.
 
     Attributes:
-        layouts: What is exchanged.
+        layouts: The tensors that are exchanged.
         ranks: The number of ranks that exchange.
-        overlap: Steps that it may overlap with.
+        overlap: The number of training steps that it may overlap with.
     """
 
     layouts: tuple[Layout, ...]
@@ -124,7 +124,7 @@ class ModelExchange:
 
 
 def exchanges_of(config: Averaging, shapes: Shapes, ranks: int, period: int) -> list[ModelExchange]:
-    """Return the exchanges of one period, as the configuration itself declares them due."""
+    """Return the exchanges of one period, from the configuration's own schedule."""
     loop = config.outer_loop
     program = Exact() if loop is None else loop.program
     fragments = split_evenly(
@@ -138,13 +138,12 @@ def exchanges_of(config: Averaging, shapes: Shapes, ranks: int, period: int) -> 
             members = _members(due, ranks)
             overlap = 0 if loop is None else loop.overlap
             found.append(ModelExchange(_layouts(program, own, members), members, overlap))
-            if config.optimizer_state == "mean":  # two tensors like the parameters, as Adam has
+            if config.optimizer_state == "mean":  # Adam has two tensors per parameter
                 found += [ModelExchange(_layouts(Exact(), own, members), members, 0)] * 2
     return found
 
 
 def _members(due: Average, ranks: int) -> int:
-    """Return the number of ranks that take part in an average."""
     return due.among if isinstance(due.among, int) else ranks
 
 
@@ -159,18 +158,19 @@ def _layouts(program: Program, shapes: Shapes, ranks: int) -> tuple[Layout, ...]
 
 
 def outer_bytes(config: Averaging, shapes: Shapes) -> int:
-    """Return the bytes of anchors and of the outer optimizer's state, found by a step on one number."""
+    """Return the bytes of anchors and of the outer optimizer's state."""
     if config.outer_loop is None:
         return 0
+    # An optimizer makes its state in its first step, so one step on a single number shows how much it keeps.
     anchor = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     anchor.grad = torch.zeros_like(anchor)
     outer = config.outer_loop.optimizer([anchor])
     outer.step()
-    state = sum(one.numel() == 1 and one.dim() == 1 for one in _tensors(outer.state_dict()["state"]))
+    state = sum(tensor.numel() == 1 and tensor.dim() == 1 for tensor in _tensors(outer.state_dict()["state"]))
     return (1 + state) * 4 * sum(shape.numel() for shape in shapes.values())
 
 
 def _tensors(state: object) -> Sequence[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]
-    return [one for part in state.values() for one in _tensors(part)] if isinstance(state, dict) else []
+    return [tensor for part in state.values() for tensor in _tensors(part)] if isinstance(state, dict) else []

@@ -1,10 +1,10 @@
 """The time that a program spends on the host, from a micro-benchmark on this machine.
 
-A layout is run on random numbers, one rank in this process, each collective answered at once. Time before
-each collective, and after the last, is a stage of its own. Layouts that are too large, or too many, take the
-time of the measured one with the nearest size, in proportion to their numbers. With more than a few ranks
-the time grows linearly in their number. The time of the measurement itself is limited, so that a plan takes
-seconds for thousands of parameters, and on a busy machine.
+A layout runs on random numbers as rank 0, and each collective returns at once. The time before each
+collective, and after the last, is one stage. Layouts that are too large, or too many, use the time of the
+measured layout with the nearest size, in proportion to their numbers. Beyond a few ranks the time is
+extrapolated linearly. The time of the measurement is limited, so that a plan takes seconds for thousands of
+parameters and on a busy machine.
 """
 
 import math
@@ -29,14 +29,14 @@ _MOST_SECONDS = 0.25
 """The time after which a measurement ends, and other layouts of a program are not measured."""
 _MOST_RANKS, _FEW_RANKS = 8, 2
 _SIGNIFICANT = 1.2
-"""The least ratio of two times that are more than chance apart."""
+"""Two times must differ by this ratio not to be noise."""
 
 
 def contention(cores: float) -> float:
-    """Return how much longer encoding takes in training, where the network's threads need cores too.
+    """Return how much longer encoding takes in training than in the micro-benchmark.
 
-    Measured alone, a program has a core to itself. In training one more thread for each rank is busy with the
-    network, so the rank's cores serve one thread more.
+    In the micro-benchmark a program has a core to itself. In training, one more thread per rank is busy with
+    the network and shares the rank's cores.
 
     >>> contention(1.0), contention(4.0)
     (2.0, 1.25)
@@ -61,7 +61,7 @@ class Speed:
     per_rank: tuple[float, ...]
 
     def of(self, numbers: int, extra_ranks: int) -> tuple[float, ...]:
-        """Return the times of so many numbers and further ranks."""
+        """Return the times of another count of numbers, with `extra_ranks` more ranks."""
         scale = numbers / max(1, self.numbers)
         times = zip(self.seconds, self.per_rank, strict=True)
         return tuple(scale * seconds + extra_ranks * more for seconds, more in times)
@@ -73,7 +73,7 @@ class Speeds:
 
     Attributes:
         budget: The count of numbers that may still be measured, for each program.
-        factor: What the times are multiplied by, see `contention`.
+        factor: Multiplies all times, see `contention`.
     """
 
     budget: int = 2 * _NUMBERS
@@ -86,11 +86,11 @@ class Speeds:
         """Return the time of each stage of a layout."""
         found = self._speed(layout, min(ranks, _MOST_RANKS), step)
         extra = max(0, ranks - _MOST_RANKS)
-        return tuple(self.factor * one for one in found.of(layout.numbers, extra))
+        return tuple(self.factor * seconds for seconds in found.of(layout.numbers, extra))
 
     def spread(self) -> float:
         """Return the typical relative spread of the measured times."""
-        found = [one.spread for one in self._known.values()]
+        found = [speed.spread for speed in self._known.values()]
         return statistics.median(found) if found else 0.0
 
     def _speed(self, layout: Layout, ranks: int, step: int) -> Speed:
@@ -98,9 +98,9 @@ class Speeds:
         if key not in self._known:
             used, spent = self._used.get(layout.text, 0), self._spent.get(layout.text, 0.0)
             similar = [
-                (one, speed)
-                for (one, count), speed in self._known.items()
-                if one.text == layout.text and count == ranks
+                (known, speed)
+                for (known, count), speed in self._known.items()
+                if known.text == layout.text and count == ranks
             ]
             enough = used + layout.numbers > self.budget or spent > _MOST_SECONDS
             if similar and (enough or layout.numbers > _NUMBERS):
@@ -119,14 +119,15 @@ def measure(layout: Layout, ranks: int, step: int) -> Speed:
     Args:
         layout: The layout. A large one is cut to some of its parameters, and a large parameter to some rows.
         ranks: The number of ranks.
-        step: The step, as some programs begin with others.
+        step: The step, for programs with a warm-up.
     """
     sample = _cut(layout)
     seconds, spread = _timed(sample, ranks, step)
     per_rank = tuple(0.0 for _ in seconds)
     if ranks == _MOST_RANKS:
         fewer, _ = _timed(sample, _FEW_RANKS, step)
-        # A program of other stages for many ranks has them so that its work does not grow with their number.
+        # A program that takes other stages among many ranks does so to keep its work constant, as TopK does.
+        # Its times are not extrapolated.
         alike = len(fewer) == len(seconds)
         if alike and sum(seconds) > _SIGNIFICANT * sum(fewer):
             pairs = zip(seconds, fewer, strict=True)
@@ -155,10 +156,7 @@ def _cut(layout: Layout) -> Layout:
 
 
 def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], float]:
-    """Return the fastest time of each stage, and the relative distance of the rounds' quartiles.
-
-    The fastest time is the one that other processes have disturbed least.
-    """
+    """Return the fastest time of each stage, and the relative distance of the rounds' quartiles."""
     memory, rounds = Memory(), list[list[float]]()
     numbers = torch.empty(layout.numbers, dtype=torch.float32, device="cpu").normal_(
         generator=torch.Generator().manual_seed(0)
@@ -174,7 +172,8 @@ def _timed(layout: Layout, ranks: int, step: int) -> tuple[tuple[float, ...], fl
                 continue
             staged.commit()
             rounds.append(seconds)
-    del rounds[0]  # memory is allocated, and residuals are zero
+    del rounds[0]  # it allocates memory, and its residuals are zero
+    # Other processes only ever slow a round down, so the fastest one is the least disturbed.
     totals = sorted(map(sum, rounds))
     low, middle, high = statistics.quantiles(totals, n=4)
     spread = (high - low) / middle if middle else 0.0

@@ -7,11 +7,12 @@ A collective among W ranks, of which each sends and receives B bytes, takes
                 + other messages * time of a message on the host
     processor = messages * time of a message on the host + B / host rate
 
-where sums of half-precision numbers have a host rate of their own: processors add them slowly.
-Rounds depend on each other, messages of one round do not. An all-reduce is a ring of 2 (W-1) rounds.
-All-gather, all-to-all and reduce-scatter are W-1 messages in one round. Reduce and broadcast are trees of
-log2 W rounds. The link is occupied by one collective after another, and the latency of one is hidden behind
-the bytes of others.
+This is the alpha-beta model of collectives (Hockney; Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH"), with the algorithms that Gloo uses. Sums of half-precision
+numbers have a lower host rate, because processors add them slowly. Rounds depend on each other, messages of
+one round do not. An all-reduce is a ring of 2 (W-1) rounds. All-gather, all-to-all and reduce-scatter are W-1
+messages in one round. Reduce and broadcast are trees of log2 W rounds. The link is occupied by one collective
+after another, and the latency of one is hidden behind the bytes of others.
 """
 
 import math
@@ -19,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 FRAMING = 1448 / 1514
-"""The share of a link's rate that is left for data in TCP segments of an Ethernet of 1500 bytes."""
+"""The share of a link's rate that carries data: 1448 bytes in each Ethernet frame of 1514, with TCP."""
 HOST_RATE, NARROW_RATE = 1.5e9, 0.75e9
-"""Bytes per second that Gloo moves on a host, and of half-precision sums, where this was not measured."""
+"""Bytes per second that Gloo moves on a host, and of half-precision sums (benchmarks/plan.py)."""
 MESSAGE_SECONDS = 50e-6
-"""Time that a message takes on the hosts where this was not measured."""
+"""Time that a message takes on the sending and receiving hosts."""
 WAKE_UP_SECONDS = 1e-3
-"""Time that a woken thread waits where two threads compete for each core."""
+"""Time that a woken thread waits where two threads compete for each core (benchmarks/plan.py)."""
 
 
 class Transfer(NamedTuple):
@@ -81,7 +82,7 @@ class Network:
         narrow_rate: The same of half-precision numbers.
         message_rate: Bytes per second of messages that the host itself can process.
         message_seconds: Time that a message takes on the sending and the receiving host.
-        spread: Relative deviation of transfer times, from measurement. 0 for a link that was given.
+        spread: Relative deviation of probed transfer times. 0 for a link that the user described.
     """
 
     ranks: int
@@ -104,6 +105,7 @@ class Network:
         """Return the time for which a collective occupies the link."""
         if transfer.ranks == 1:
             return 0.0
+        # `latency` has one message per round. The others are issued in the same round, one after another.
         others = _messages(transfer.kind, transfer.ranks) - rounds(transfer.kind, transfer.ranks)
         bound = max(self._link(transfer).seconds(transfer.sent), self._on_host(transfer))
         return bound + others * self.message_seconds
@@ -125,8 +127,8 @@ class Network:
     def on_busy_hosts(self, cores: float) -> "Network":
         """Return the network with the time of a message on hosts that compute at the same time.
 
-        Where all cores are busy, the thread that a message wakes waits for one. The probe, on idle hosts,
-        does not see it. Fitted to steps of two and four ranks on two cores (docs/benchmarks.md, the planner).
+        Where all cores are busy, the thread that a message wakes waits for a core. The probe runs on idle
+        hosts and does not see this. Fitted to steps of two and four ranks on two cores (benchmarks/plan.py).
 
         Args:
             cores: Processor cores for each rank. From two on, a thread finds one that is idle.

@@ -1,4 +1,4 @@
-"""The planner: rows of predicted costs for candidates on a network, and where each stops paying."""
+"""The planner: predicted costs of candidates on a network, and the rate from which each no longer pays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from thinwire.plan.network import Link, Network
 from thinwire.plan.traffic import Handed, Layout, handed_over, plain_buckets, traffic
 
 MODEL_ERROR = 0.1
-"""The relative error of the cost model itself, which an interval always has (docs/plan.md)."""
+"""The relative error of the cost model itself, part of every interval (benchmarks/plan.py, docs/plan.md)."""
 _SLOWEST, _FASTEST = 1e5, 1e12
 _HALVINGS = 24
 
@@ -27,8 +27,8 @@ class Row:
     Attributes:
         candidate: The way to train.
         cost: Its predicted cost.
-        low: The shortest step that is likely, in seconds.
-        high: The longest step that is likely.
+        low: The lower end of the step's interval, in seconds.
+        high: The upper end.
         speed_up: Plain DDP's step over its own.
         memory: Bytes that it takes beyond plain DDP, at most.
         gap: The expected loss gap, or None if it is unknown.
@@ -48,11 +48,11 @@ class Row:
 
 @dataclass
 class Planner:
-    """Predicts costs from one model's shapes and times, and from speeds that are measured once.
+    """A predictor of costs for one model, with speeds of programs that are measured once.
 
     Attributes:
         measured: The model and its step without communication.
-        step: The step for which costs are predicted, as some programs begin with others.
+        step: The step for which costs are predicted. Warm-ups are over by then.
         speeds: The measured times of programs.
         itemsize: Bytes of a gradient's number.
     """
@@ -62,7 +62,7 @@ class Planner:
     speeds: Speeds = field(default_factory=Speeds)
     itemsize: int = 4
     _made: dict[tuple[str, int, int], tuple[Candidate, Any]] = field(default_factory=dict, repr=False)
-    """What was made of candidates. Each is kept, so that no other has its id."""
+    """Results by kind, candidate and ranks. The candidate is kept alive, so that its id is not reused."""
 
     @property
     def compute(self) -> Compute:
@@ -81,41 +81,45 @@ class Planner:
     def memory(self, candidate: Candidate, ranks: int) -> int:
         """Return the bytes that a candidate takes beyond plain DDP.
 
-        These are what programs keep, a second copy of it while a step may be rolled back, the collectives in
+        These are the state of programs, its staged copy until the step is committed, the collectives in
         flight, and the anchors of averaged models.
         """
         config = candidate.averaging
-        if candidate.given is None:
+        if candidate.argument is None:
             return 0
         if config is None:
-            layouts = [one.layout for one in self._handed(candidate)]
+            layouts = [handed.layout for handed in self._handed(candidate)]
         else:
-            layouts = [one for exchange in self._exchanges(candidate, ranks) for one in exchange.layouts]
+            layouts = [
+                layout for exchange in self._exchanges(candidate, ranks) for layout in exchange.layouts
+            ]
         found = [traffic(layout, ranks, self.step) for layout in layouts]
-        flying = sorted((one.in_flight for one in found), reverse=True)[: LOOKAHEAD + 1]
+        # The engine's order keeps at most LOOKAHEAD + 1 buckets in flight. Take the largest.
+        flying = sorted((layout.in_flight for layout in found), reverse=True)[: LOOKAHEAD + 1]
         anchors = 0 if config is None else outer_bytes(config, self.measured.shapes)
-        return 2 * sum(one.kept for one in found) + sum(flying) + anchors
+        return 2 * sum(layout.kept for layout in found) + sum(flying) + anchors
 
     def rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
         """Return the plan of each candidate, plain DDP first.
 
         Args:
-            candidates: What to compare with plain DDP.
+            candidates: The ways to train that are compared with plain DDP.
             network: The network.
             known: Measured loss gaps.
         """
         return [
             replace(
-                row, crossover=None if row.candidate.given is None else self.crossover(row.candidate, network)
+                row,
+                crossover=None if row.candidate.argument is None else self.crossover(row.candidate, network),
             )
             for row in self.quick_rows(candidates, network, known)
         ]
 
     def quick_rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
-        """Return the same rows without their crossovers, which take longest to find."""
+        """Return the same rows without their crossovers, which take most of the time."""
         plain = self.cost(PLAIN_DDP, network)
-        both = [(PLAIN_DDP, plain), *((one, self.cost(one, network)) for one in candidates)]
-        return [self._row(one, cost, plain, network, known) for one, cost in both]
+        both = [(PLAIN_DDP, plain), *((candidate, self.cost(candidate, network)) for candidate in candidates)]
+        return [self._row(candidate, cost, plain, network, known) for candidate, cost in both]
 
     def _row(self, candidate: Candidate, cost: Cost, plain: Cost, network: Network, known: Known) -> Row:
         width = self._half_width(cost, network)
@@ -126,12 +130,12 @@ class Planner:
             cost.step + width,
             plain.step / cost.step,
             self.memory(candidate, network.ranks),
-            known.gap(candidate.given),
+            known.gap(candidate.argument),
             None,
         )
 
     def _half_width(self, cost: Cost, network: Network) -> float:
-        """Return half of a step's interval, from the spreads of what was measured and the model's error."""
+        """Return half of a step's interval, from measured spreads and the error of the cost model."""
         parts = (
             self.compute.spread,
             cost.encode * self.speeds.spread(),
@@ -158,6 +162,7 @@ class Planner:
             return 0.0
         if gain(_FASTEST) > 0:
             return math.inf
+        # Bisect on a logarithmic scale: the gain falls as the link gets faster.
         low, high = math.log(_SLOWEST), math.log(_FASTEST)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -165,9 +170,9 @@ class Planner:
         return math.exp(low)
 
     def _once(self, what: str, candidate: Candidate, ranks: int, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for the same candidate and ranks, which takes long for many parameters.
+        """Return the cached result of `make` for a candidate and a number of ranks.
 
-        A crossover asks for the costs on dozens of links, among which only times on the network differ.
+        A crossover needs the costs on dozens of links, which differ only in times on the network.
         """
         key = (what, id(candidate), ranks)
         if key not in self._made:
@@ -178,7 +183,7 @@ class Planner:
         shapes, size = self.measured.shapes, self.itemsize
 
         def make() -> list[Handed]:
-            if candidate.given is None:
+            if candidate.argument is None:
                 return plain_buckets(shapes, candidate.bucket_mb, size)
             return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
 
@@ -202,7 +207,7 @@ class Planner:
             "chunks",
             candidate,
             ranks,
-            lambda: [self._chunk(one, candidate, ranks) for one in self._handed(candidate)],
+            lambda: [self._chunk(handed, candidate, ranks) for handed in self._handed(candidate)],
         )
         return made
 
@@ -213,8 +218,8 @@ class Planner:
             candidate,
             ranks,
             lambda: [
-                ([self._model_chunk(layout, one.ranks) for layout in one.layouts], one.overlap)
-                for one in self._exchanges(candidate, ranks)
+                ([self._model_chunk(layout, exchange.ranks) for layout in exchange.layouts], exchange.overlap)
+                for exchange in self._exchanges(candidate, ranks)
             ],
         )
         return made
@@ -223,7 +228,7 @@ class Planner:
         layout, arrivals = handed.layout, self.compute.arrivals
         arrival = arrivals[handed.parameters - 1] if arrivals else self.compute.backward
         transfers = traffic(layout, ranks, self.step).transfers
-        if candidate.given is None:  # DDP divides in its copy
+        if candidate.argument is None:  # DDP divides while it copies gradients into buckets
             encode: tuple[float, ...] = (0.0,) * (len(transfers) + 1)
         else:
             encode = self._encode(layout, ranks, len(transfers))
@@ -234,7 +239,7 @@ class Planner:
         return Chunk(0.0, 4 * layout.numbers, self._encode(layout, ranks, len(transfers)), transfers)
 
     def _encode(self, layout: Layout, ranks: int, collectives: int) -> tuple[float, ...]:
-        """Return the times of all stages. Collectives of one rank alone are joined with the stage before."""
+        """Return the times of all stages. Collectives of a single rank are merged with the stage before."""
         seconds = self.speeds.seconds(layout, ranks, self.step)
         extra = len(seconds) - collectives - 1
         return seconds if extra <= 0 else (sum(seconds[: extra + 1]), *seconds[extra + 1 :])

@@ -1,10 +1,9 @@
 """The link probe: latency and rates of the network between ranks, from a few collectives.
 
-Every rank must call it. Times are those of the slowest rank, and equal on all ranks, so that all ranks probe
-with the same sizes. Two sizes of a message tell latency and rate: the small one has no bytes to speak of,
-the large one takes long enough that latency does not count. The fastest of some rounds counts, because
-other traffic and other processes only ever slow an exchange down. A direction of the link is at least as
-fast as any exchange that used it.
+Every rank must call it. Times are those of the slowest rank and equal on all ranks, so that all ranks probe
+with the same sizes. A message of a few bytes measures the latency. A message that takes much longer measures
+the rate. The fastest of some rounds is used, because other traffic and other processes only ever slow an
+exchange down. A direction of the link is at least as fast as any exchange that used it.
 """
 
 import statistics
@@ -16,8 +15,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.communicator import Communicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllReduce, AllToAll, Collective, Exchange
 from thinwire.plan.network import HOST_RATE, MESSAGE_SECONDS, NARROW_RATE, Link, Network
 
@@ -25,15 +24,14 @@ _ROUNDS = 3
 _SMALL_ROUNDS = 9
 _SMALLEST, _LARGEST = 1 << 16, 1 << 24
 _LONG_ENOUGH = 0.15
-"""Seconds of an exchange in which latency does not count."""
+"""Seconds of an exchange in which latency is negligible."""
 _ONE_WAY = 1.6
-"""The ratio of both directions' time to that of one, from which a link is half duplex."""
-
+"""A link is half duplex if both directions together take this many times as long as one."""
 _NEAR_LINK = 0.7
-"""The share of the link's rate from which an exchange was bound by the link."""
+"""An exchange at this share of the link's rate was bound by the link, not by the host."""
 
 Make = Callable[[int], Collective]
-"""A function from a number of bytes to a collective in which a rank sends so many."""
+"""A function from a number of bytes to a collective in which each rank sends that many."""
 
 
 class Probe:
@@ -52,17 +50,19 @@ class Probe:
 
     def run(self) -> Network:
         """Measure latency, both directions and the rates of exchanges. Collective."""
+        # Latency: an all-to-all of one byte per rank is a single round.
         small = statistics.median(self._seconds(self._all_to_all(0)) for _ in range(_SMALL_ROUNDS))
         both = self._rate(self._all_to_all, small)
         rounds = 2 * (self._size - 1)
         reduced = self._rate(partial(self._all_reduce, torch.float32), rounds * small)
         narrow = self._rate(partial(self._all_reduce, torch.bfloat16), rounds * small)
         used = max(both, reduced, narrow)
+        # A star sends in one direction only: rank 0 to all others, then all others to rank 0.
         up = max(used, self._rate(partial(self._one_way, outward=True), small))
         down = max(used, self._rate(partial(self._one_way, outward=False), small))
         duplex = 1 / both < _ONE_WAY * max(1 / up, 1 / down)
         latency = max(0.0, small - MESSAGE_SECONDS)
-        # A rate near the link's was bound by the link, and tells nothing of the host.
+        # A rate near the link's was bound by the link, and says nothing about the host.
         bound_by_link = _NEAR_LINK * min(up, down)
         return Network(
             ranks=self._size,
@@ -75,6 +75,8 @@ class Probe:
 
     def _rate(self, make: Make, small: float) -> float:
         """Return the bytes per second of a collective, beyond its latency."""
+        # Grow the message until its time exceeds any latency. The loop ends on all ranks alike, because
+        # `_seconds` returns the same value on all of them.
         count, seconds = _SMALLEST, 0.0
         while True:
             measured = [self._seconds(make(count)) for _ in range(_ROUNDS)]
@@ -96,13 +98,14 @@ class Probe:
     def _issue(self, op: Collective) -> torch.Tensor:
         received: torch.Tensor = self._communicator.issue(op).wait()
         if self._device.type != "cpu":
-            received.flatten()[:1].cpu()  # the host runs ahead of an accelerator, and must not
+            received.flatten()[:1].cpu()  # wait for the device, or only the launch would be timed
         return received
 
     def _all_to_all(self, count: int) -> Collective:
         return AllToAll(self._bytes(self._size, 1 + count // max(1, self._size - 1)))
 
     def _all_reduce(self, dtype: torch.dtype, count: int) -> Collective:
+        # A ring sends 2 (W-1) / W of the tensor.
         numbers = count * self._size // (2 * (self._size - 1)) // dtype.itemsize
         return AllReduce(self._zeros(max(1, numbers), dtype))
 

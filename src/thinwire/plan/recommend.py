@@ -9,12 +9,12 @@ from thinwire.plan.planner import MODEL_ERROR, Row
 from thinwire.plan.units import show_bytes, show_rate, show_seconds
 
 MAX_GAP = 0.01
-"""The largest expected loss gap of a recommendation, unless the user gives one."""
+"""The default of the largest expected loss gap."""
 WORTH = 1 + MODEL_ERROR
-"""The least speed-up that is worth a change: more than the error of the prediction."""
+"""The smallest speed-up that is recommended. Below the error of the prediction it may be none."""
 _CHANGES = "It averages models instead of gradients, which changes training more: compare losses first."
 _NEAR = 1.05
-"""The ratio of step times within which the candidate with the smallest loss gap is preferred."""
+"""Within this ratio of step times, the candidate with the smallest loss gap is preferred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,10 @@ class Limits:
     def objection(self, row: Row) -> str | None:
         """Return why a candidate is not recommended, or None."""
         name = row.candidate.name
-        if any(name == one or name.partition("(")[0].lower() == one.lower() for one in self.exclude):
+        if any(
+            name == excluded or name.partition("(")[0].lower() == excluded.lower()
+            for excluded in self.exclude
+        ):
             return "excluded"
         if row.gap is None:
             return "its loss gap is unknown"
@@ -77,8 +80,8 @@ def recommend(
     Args:
         rows: The plan of every candidate, plain DDP first.
         network: The network of the plan.
-        limits: What to respect.
-        steps: The number of steps of the training, to tell how long it takes.
+        limits: The constraints.
+        steps: The number of steps of the training, for its predicted duration.
     """
     plain, others = rows[0], [row for row in rows[1:] if limits.objection(row) is None]
     here = f"{network.ranks} hosts, {_link_text(network)}"

@@ -13,15 +13,15 @@ TIME = ("period", "bytes", "step", "speed-up", "exposed", "encode")
 TRADE = ("memory", "pays below", "loss gap")
 
 Lines = tuple[str | None, str | None]
-"""The lines of Python for a recommendation and for its alternative. None where there is none."""
+"""The lines of Python for a recommendation and its alternative, each None if it has no line."""
 
 LEGEND = (
     "period: steps from one exchange to the next. bytes: sent by a rank, per step. step: predicted time with"
     " its interval. speed-up: plain DDP's step over its own. exposed: time between the end of backward and"
     " the last result. encode: time in the program. memory: beyond plain DDP's, at most. pays below: the rate"
     " of the link above which plain DDP is as fast. loss gap: measured after equal steps on the model named,"
-    " not on yours, unless a results file of thinwire bench was given; unknown is not zero, and none measured"
-    " is no promise."
+    " not on yours, unless --gaps passed a results file of thinwire bench; unknown is not zero, and none"
+    " measured is no promise."
 )
 
 
@@ -35,7 +35,7 @@ def time_of(row: Row) -> list[str]:
         interval,
         f"{row.speed_up:.2f} x",
         show_seconds(cost.exposed),
-        show_seconds(cost.encode) if row.candidate.given is not None else "-",
+        show_seconds(cost.encode) if row.candidate.argument is not None else "-",
     ]
 
 
@@ -62,7 +62,7 @@ def pays_below(crossover: float | None) -> str:
 
 
 def sources(rows: Sequence[Row]) -> list[str]:
-    """Return where loss gaps come from, one line for each command that measured some."""
+    """Return the sources of loss gaps: one line for each command, with the programs that it measured."""
     commands: dict[str, list[str]] = {}
     for row in rows:
         if row.gap is not None and row.gap.command and not row.gap.elsewhere:

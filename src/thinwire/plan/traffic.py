@@ -1,4 +1,8 @@
-"""The collectives of a program on a model, told by the program itself on tensors without values."""
+"""The collectives of a program on a model, traced by running the program on meta tensors.
+
+All ranks yield the same collectives, so rank 0 alone is traced, and each collective returns a tensor of the
+right shape. This takes milliseconds and no memory, where `simulate` would need all ranks.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +23,7 @@ from thinwire.step.buckets import BucketPart, parts_of
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """DDP's default sizes of the first bucket and of the others."""
 _FEW = 8
-"""The number of ranks up to which a program is run, even if it can tell its collectives without."""
+"""Up to this number of ranks a program is traced, even if it has an outline."""
 _META = torch.device("meta")
 
 Shapes = Mapping[str, torch.Size]
@@ -28,12 +32,12 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass(frozen=True)
 class Layout:
-    """Gradients that one program averages together, without names, so that equal layers share one.
+    """Gradients that one program averages together, without names, so that equal layers share a layout.
 
     Attributes:
         text: The program with all its options, by which layouts are compared.
         shapes: The shapes of the parameters.
-        exact: The places of those whose mean must be exact.
+        exact: The indices of the parameters whose mean must be exact.
         program: The program.
     """
 
@@ -81,7 +85,7 @@ class Handed:
 
     Attributes:
         layout: The layout.
-        parameters: The number of parameters that are computed when it is handed over.
+        parameters: The number of gradients that are computed when it is handed over.
     """
 
     layout: Layout
@@ -117,30 +121,31 @@ def buckets_of(shapes: Shapes, bucket_mb: float | None, itemsize: int = 4) -> li
 def handed_over(
     program: Program, shapes: Shapes, bucket_mb: float | None = None, itemsize: int = 4
 ) -> list[Handed]:
-    """Return what `attach` makes of DDP's buckets, in the order in which programs are started.
+    """Return the parts that `attach` exchanges of DDP's buckets, in the order in which programs start.
 
     Args:
-        program: The program. Vectors are exact beside it where it spares them.
+        program: The program. Vectors are exact if it declares so.
         shapes: The shapes in the order of gradients.
         bucket_mb: As for `buckets_of`.
         itemsize: Bytes of a number.
     """
     exceptions = exceptions_of((), program, shapes)
-    exact = frozenset(name for name, one in exceptions.items() if isinstance(one, Exact))
+    exact = frozenset(name for name, chosen in exceptions.items() if isinstance(chosen, Exact))
     programs = Programs(program, exceptions, exact, sliced=True)
     nbytes = {name: itemsize * shape.numel() for name, shape in shapes.items()}
     found: list[Handed] = []
-    late: list[str] = []
+    deferred: list[str] = []
     computed = 0
     for names in buckets_of(shapes, bucket_mb, itemsize):
         computed += len(names)
         for part in parts_of(names, nbytes, programs):
             if part.deferred:
-                late += part.names
+                deferred += part.names
             else:
-                found += [Handed(_layout(one, shapes), computed) for one in part.sliced(nbytes)]
-    if late:
-        found.append(Handed(_layout(BucketPart(Exact(), tuple(late)), shapes), computed))
+                found += [Handed(_layout(piece, shapes), computed) for piece in part.sliced(nbytes)]
+    # Exact vectors wait for the end of the step, and share one all-reduce.
+    if deferred:
+        found.append(Handed(_layout(BucketPart(Exact(), tuple(deferred)), shapes), computed))
     return found
 
 
@@ -160,12 +165,12 @@ def _layout(part: BucketPart, shapes: Shapes) -> Layout:
 
 @lru_cache(maxsize=4096)
 def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.float32) -> Traffic:
-    """Return the collectives of a layout, from a run of its program on tensors without values.
+    """Return the collectives of a layout, traced by running its program on meta tensors.
 
     Args:
         layout: The gradients and their program.
         ranks: The number of ranks.
-        step: The step, as some programs begin with others.
+        step: The step, for programs with a warm-up.
         dtype: The type of gradients.
     """
     memory = Memory()
@@ -173,26 +178,26 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         ops = list(_collectives(layout.program, bucket, memory))
     if ranks > _FEW and not memory.state_dict():
-        kept = traffic(layout, 2, step, dtype).kept  # an outline keeps nothing
+        kept = traffic(layout, 2, step, dtype).kept  # an outline does not write to memory
     else:
-        kept = sum(one.nbytes for slots in memory.state_dict().values() for one in slots.values())
+        kept = sum(tensor.nbytes for slots in memory.state_dict().values() for tensor in slots.values())
     transfers = tuple(_transfer(op, ranks) for op in ops if op.place(0, ranks)[1] > 1)
     return Traffic(transfers, kept, sum(op.nbytes + _received(op, ranks) for op in ops))
 
 
 def _collectives(program: Program, bucket: Bucket, memory: Memory) -> Iterator[Collective]:
-    """Yield a program's collectives, by its outline where running it for every rank would take long."""
+    """Yield a program's collectives, from its outline where tracing time grows with the ranks."""
     outline = getattr(program, "outline", None)
     if outline is not None and bucket.world_size > _FEW:
-        told: Iterable[Collective] | None = outline(bucket)
-        if told is not None:
-            yield from told
+        outlined: Iterable[Collective] | None = outline(bucket)
+        if outlined is not None:
+            yield from outlined
             return
     yield from rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
 
 
 def _received(op: Collective, ranks: int) -> int:
-    """Return the bytes of a collective's result that is a tensor of its own."""
+    """Return the bytes of a collective's result, or 0 if it works in place."""
     if isinstance(op, AllGather):
         return op.nbytes * op.place(0, ranks)[1]
     return 0 if isinstance(op, AllReduce | Reduce | Broadcast) else op.nbytes

@@ -16,7 +16,7 @@ def parse_rate(text: str, option: str = "rate") -> float:
 
     Args:
         text: A number with its unit, or `unlimited`.
-        option: The option that it was given for, for error messages.
+        option: The name of the option, for error messages.
 
     Returns:
         Bits per second, infinite for an unlimited link.

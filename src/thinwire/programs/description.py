@@ -11,22 +11,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import Described
+from thinwire.engine.comm.agreement import Described
 from thinwire.errors import OptionError
 
 Made = TypeVar("Made")
+Options = ParamSpec("Options")
 
 _WRITTEN = "_written"
-_BEFORE = "_before"
 DERIVED_OPTIONS = "_unsaid"
 """Attribute with the names of options whose value was derived, because the user did not set them."""
-ADDED_LATER = {"added_later": True}
-"""Metadata of an option that `describe` leaves out while it has its default, so that older states load."""
 _RANKS = {
     "rank": ("RANK",),
     "global_rank": ("RANK",),
@@ -51,7 +49,7 @@ class ReprAsWritten:
         return short(self)
 
 
-def preset(make: Callable[..., Made]) -> Callable[..., Made]:
+def preset(make: Callable[Options, Made]) -> Callable[Options, Made]:
     """Decorate a function that makes programs, so that their repr is the call that made them.
 
     Its attribute `is_preset` is True: it may be called by name from a text, which other functions may not.
@@ -61,7 +59,7 @@ def preset(make: Callable[..., Made]) -> Callable[..., Made]:
     rest = next((one.name for one in taken if one.kind is inspect.Parameter.VAR_KEYWORD), "")
 
     @functools.wraps(make)
-    def named(*args: Any, **kwargs: Any) -> Made:
+    def named(*args: Options.args, **kwargs: Options.kwargs) -> Made:
         program = make(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
         more = given.pop(rest, {})
@@ -90,9 +88,8 @@ def described(thing: object) -> Described:
 def describe(thing: object) -> str:
     """Return a program and all its options as text. Texts are equal if and only if the programs are.
 
-    It is used to compare ranks and saved states, so it must not change between versions. A function is shown
-    by its qualified name and by the plain values in its closure and its defaults, because its address differs
-    between ranks.
+    It is used to compare ranks and saved states. A function is shown by its qualified name and by the plain
+    values in its closure and its defaults, because its address differs between ranks.
 
     >>> from thinwire import Int8
     >>> describe(Int8(error_feedback=False))
@@ -110,31 +107,6 @@ def describe(thing: object) -> str:
     return text
 
 
-def continuing(program: Made, before: object) -> Made:
-    """Return a program that also loads the saved states of its counterpart in earlier versions.
-
-    Args:
-        program: The program.
-        before: The counterpart. Both must keep the same slots.
-    """
-    object.__setattr__(program, _BEFORE, before)
-    return program
-
-
-def described_before(text: str, thing: object) -> str:
-    """Return a description with the programs within it as earlier versions described them.
-
-    Args:
-        text: A description of `thing`.
-        thing: A program or a configuration.
-    """
-    for part in _parts(thing):
-        before = getattr(part, "__dict__", {}).get(_BEFORE)
-        if before is not None:
-            text = text.replace(_full(part), _full(before))
-    return text
-
-
 def _full(thing: object) -> str:
     inner = getattr(thing, "described", None)
     if inner is not None:
@@ -143,9 +115,7 @@ def _full(thing: object) -> str:
         if _has_own_repr(thing):
             return repr(thing)
         shown = [
-            f"{one.name}={_full(getattr(thing, one.name))}"
-            for one in dataclasses.fields(thing)
-            if one.repr and not _left_out(thing, one)
+            f"{one.name}={_full(getattr(thing, one.name))}" for one in dataclasses.fields(thing) if one.repr
         ]
         return f"{type(thing).__qualname__}({', '.join(shown)})"
     if type(thing) in (list, tuple):
@@ -157,10 +127,6 @@ def _full(thing: object) -> str:
     if isinstance(thing, functools.partial):
         return _partial(thing)
     return repr(thing)
-
-
-def _left_out(thing: object, option: "dataclasses.Field[Any]") -> bool:
-    return "added_later" in option.metadata and getattr(thing, option.name) == option.default
 
 
 def _in_brackets(items: list[str], of: object) -> str:

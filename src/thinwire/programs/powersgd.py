@@ -18,7 +18,7 @@ https://arxiv.org/abs/1905.13727.
 
 import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -29,7 +29,7 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
-from thinwire.programs.description import ADDED_LATER, ReprAsWritten
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.lowrank import (
@@ -106,7 +106,7 @@ class PowerSGD(ReprAsWritten):
     factor_dtype: Literal["int8", "bf16", "fp16"] | None = None
     flatten: bool = False
     seed: int = 0
-    warmup: int | None = field(default=None, metadata=ADDED_LATER)
+    warmup: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:

@@ -8,9 +8,8 @@ from thinwire.codecs.topk import LargestEntries, Values
 from thinwire.codecs.two_magnitudes import TwoMagnitudes
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Reduced
-from thinwire.programs.description import continuing, preset
+from thinwire.programs.description import preset
 from thinwire.programs.error_feedback import ErrorFeedback
-from thinwire.programs.gathered import Gathered
 from thinwire.programs.program import Program
 from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
@@ -168,10 +167,7 @@ def TopK(
 
         wire = thinwire.attach(ddp, thinwire.TopK())
     """
-    program = _fed_back(SparseMean(LargestEntries(ratio=ratio, block=block, values=values)), error_feedback)
-    # Earlier versions had other defaults, sent bf16, and always used Gathered.
-    old = LargestEntries(ratio=0.01 if ratio == 1 / 16 else ratio, block=1024 if block == 4096 else block)
-    return continuing(program, _fed_back(Gathered(old), error_feedback))
+    return _fed_back(SparseMean(LargestEntries(ratio=ratio, block=block, values=values)), error_feedback)
 
 
 @preset

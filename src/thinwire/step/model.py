@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import SetUp
+from thinwire.engine.comm.agreement import SetUp
 from thinwire.errors import AttachError, ThinwireError
 
 if TYPE_CHECKING:

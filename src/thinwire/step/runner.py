@@ -20,10 +20,10 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.engine.agreement import SetUp, agree_on, decline
+from thinwire.engine.comm.agreement import SetUp, agree_on, decline
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work, is_at_work
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import GRADIENTS, Meter
 from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, ThinwireError, UnavailableError
@@ -147,6 +147,8 @@ class AttachedRun:
         )
         self.schedule_ended = False
         """Whether a swap or an audit has ended a schedule."""
+        self.awaits_optimizers = False
+        """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
         self.programs = Programs(Exact())
         self.begins_steps = True
         """Whether the next step's first bucket must choose programs."""

@@ -37,8 +37,8 @@ from thinwire.programs.rules import Rules, exceptions_of
 from thinwire.step.model import Model
 
 if TYPE_CHECKING:
+    from thinwire.engine.comm.group_communicator import GroupCommunicator
     from thinwire.engine.engine import Engine
-    from thinwire.engine.group_communicator import GroupCommunicator
     from thinwire.monitors.auditor import Auditor, OnExcess
     from thinwire.programs.memory import Memory
     from thinwire.step.transaction import StepTransaction
@@ -223,8 +223,6 @@ class Strategy:
 
     missing: str | None = None
     """The reason why the optimizer cannot step, if another rank's shard of its state was loaded."""
-    awaits_optimizers: bool = False
-    """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
 
     def __init__(self, config: Any, context: Context) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Reading of the logs that `JsonLines` writes. Arrays take a few bytes per step, for long training runs."""
+"""Training logs of `JsonLines`, read into arrays that take a few bytes per step."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from thinwire.errors import StateError
 from thinwire.monitors.audit import Audit
 from thinwire.telemetry.sinks import AUDIT, LOGGED, Row
 
-UNKNOWN = -1
 _AUDIT_BYTES = f"bytes/{Audit.__name__}"
 _WRONG = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _NOT_JSON = (ValueError, RecursionError)  # RecursionError: too many brackets
@@ -30,9 +29,9 @@ class Series:
         audit: Additional bytes for the exact mean of an audit, or 0.
         wire: Seconds with a collective in flight. NaN if not measured.
         exposed: Seconds that backward waited for the network. NaN if not measured.
-        overflowed: 1 if the step was skipped, 0 if not. `UNKNOWN` in logs of an older thinwire.
-        ddp: Bytes that plain DDP would have sent. `UNKNOWN` in logs of an older thinwire.
-        ended: Seconds since the epoch when the next step began. NaN in logs of an older thinwire.
+        overflowed: 1 if the step was skipped, 0 if not.
+        ddp: Bytes that plain DDP would have sent. 0 in exchanges of models and parameters.
+        ended: Seconds since the epoch when the next step began.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -53,13 +52,13 @@ class Series:
             (self.wire, _or(math.nan, row["wire_seconds"])),
             (self.exposed, _or(math.nan, row["exposed_seconds"])),
         )
-        purpose, step = row.get("purpose", GRADIENTS), row["step"]
+        purpose, step = row["purpose"], row["step"]
         again = purpose != GRADIENTS and len(self.steps) > 0 and self.steps[-1] == step
         if not again:
             self.steps.append(step)
-            self.overflowed.append(int(row.get("overflowed", UNKNOWN)))
-            self.ddp.append(int(row.get("ddp_bytes", UNKNOWN)))
-            self.ended.append(_or(math.nan, row.get("time")))
+            self.overflowed.append(int(row["overflowed"] if purpose == GRADIENTS else 0))
+            self.ddp.append(int(row["ddp_bytes"] if purpose == GRADIENTS else 0))
+            self.ended.append(float(row["time"]))
         for column, value in values:
             if again:
                 column[-1] += value
@@ -73,7 +72,7 @@ class Logged:
 
     Attributes:
         steps: The step of each value.
-        values: The values. NaN where one was not finite.
+        values: The values. NaN for non-finite ones.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -119,8 +118,8 @@ class Log:
         logged: The values that the training loop logged, by name.
         programs: The programs that ran, each with the first step that used it.
         cut: Whether the last line was incomplete and therefore ignored.
-        rank: The rank that wrote the log. None in logs of an older thinwire.
-        world_size: The number of ranks at the end of the log. None in logs of an older thinwire.
+        rank: The rank that wrote the log. -1 before the first row.
+        world_size: The number of ranks at the end of the log.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -129,8 +128,8 @@ class Log:
     logged: dict[str, Logged] = field(default_factory=dict)
     programs: list[tuple[int, str]] = field(default_factory=list)
     cut: bool = False
-    rank: int | None = None
-    world_size: int | None = None
+    rank: int = -1
+    world_size: int = 0
 
     @staticmethod
     def of(rows: Iterable[Row]) -> "Log":
@@ -166,15 +165,15 @@ class Log:
         Raises:
             StateError: The row is of another rank than the rows before.
         """
-        rank, size = _place(row, "rank", self.rank), _place(row, "world_size", self.world_size)
-        if self.rank is not None and rank != self.rank:
+        rank, size = _count(row, "rank"), _count(row, "world_size")
+        if self.rank not in (-1, rank):
             raise StateError(
                 f"rows of rank {rank} follow rows of rank {self.rank}, and bytes and times of several ranks"
-                " do not add up: give every rank its own file, as telemetry.watch(..., ranks='all') does"
+                " cannot be added: write one file per rank, as telemetry.watch(..., ranks='all') does"
                 f""", or split this one, as by grep '"rank": {rank},'"""
             )
         self.rank, self.world_size = rank, size
-        purpose = row.get("purpose", GRADIENTS)
+        purpose = row["purpose"]
         if purpose == AUDIT:
             self._take_audit(row)
         else:
@@ -182,12 +181,12 @@ class Log:
             self._take_logged(row)
 
     def _take_logged(self, row: Row) -> None:
-        """Add what the training loop logged, and the program where it has changed."""
+        """Add the values that the training loop logged, and the program if it has changed."""
         for name, value in row.items():
             if name.startswith(LOGGED):
-                one = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
-                one.steps.append(row["step"])
-                one.values.append(_or(math.nan, value))
+                logged = self.logged.setdefault(name.removeprefix(LOGGED), Logged())
+                logged.steps.append(row["step"])
+                logged.values.append(_or(math.nan, value))
         program = row.get("program")
         if program is not None and (not self.programs or self.programs[-1][1] != program):
             self.programs.append((row["step"], str(program)))
@@ -221,10 +220,10 @@ class Log:
         for key, value in row.items():
             kind, _, name = key.partition("/")
             if kind == "error" and name:
-                one = self.parameters.setdefault(name, Parameter())
-                one.steps.append(step)
-                one.errors.append(_error(value))
-                one.residual = _error(row[f"residual/{name}"])
+                parameter = self.parameters.setdefault(name, Parameter())
+                parameter.steps.append(step)
+                parameter.errors.append(_error(value))
+                parameter.residual = _error(row[f"residual/{name}"])
 
 
 def is_log(path: Path) -> bool:
@@ -248,16 +247,15 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _place(row: Row, name: str, before: int | None) -> int | None:
-    """Return a rank or a number of ranks, or that of the row before if the row does not have it."""
-    value = row.get(name, before)
-    if value is not None and (not is_whole(value) or value < 0):
+def _count(row: Row, name: str) -> int:
+    value = row[name]
+    if not is_whole(value) or value < 0:
         raise TypeError(f"{name} is {value!r}")
-    return value
+    return int(value)
 
 
 def _error(value: Any) -> float:
-    """Return an error or a norm. It is infinite where it is not a number."""
+    """Return an error or a norm. None and NaN are infinite."""
     error = _or(math.inf, value)
     return math.inf if math.isnan(error) else error
 

@@ -147,7 +147,7 @@ class TensorBoard:
     """A sink that adds scalars under `thinwire/` to TensorBoard.
 
     Args:
-        folder: The log folder of TensorBoard. Ignored if `writer` is given. Ranks other than 0, if they
+        folder: The log folder of TensorBoard. Ignored if `writer` is passed. Ranks other than 0, if they
             write, use folders in it, such as `rank1`.
         writer: A `torch.utils.tensorboard.SummaryWriter` to use. `close()` leaves it open.
     """
@@ -170,7 +170,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Write buffered scalars, and close the writer unless it was given. A later row opens a new one."""
+        """Write buffered scalars, and close the writer unless the user passed it. A later row reopens it."""
         if self._writer is None:
             return
         if self._own:

@@ -84,7 +84,8 @@ class Watch:
         self, ddp: DistributedDataParallel, wire: Wire, sinks: tuple[Sink, ...], ranks: Ranks = "rank0"
     ) -> None:
         group = ddp.process_group
-        # Not the rank in the group: in a job of several groups, each of them has a rank 0.
+        # The rank in the job. In a job of several groups, each group has a rank 0, and their files would
+        # collide.
         self._place = {"rank": dist.get_rank(), "world_size": group.size()}
         self._wire = wire
         self._sinks = sinks
@@ -98,6 +99,8 @@ class Watch:
         """The sum and the number of the values that the running step has logged, by name."""
         self._program, self._sent_program = _program_of(wire), ""
         flush = torch.compiler.disable(lambda module, args: self.flush())
+        # Rows are sent from the next forward pass, on the training loop's own thread: the wire thread must
+        # not wait for a disk or a service.
         self._hook = called_module(ddp).register_forward_pre_hook(flush)
 
     def flush(self) -> None:
@@ -167,7 +170,7 @@ class Watch:
             call()
         except Exception as error:  # raised, it would end this rank, and the others would wait for it
             logger.warning(
-                "the telemetry sink %s failed (%s: %s) and receives no more rows. Training goes on",
+                "the telemetry sink %s failed (%s: %s) and receives no more rows. Training continues",
                 type(sink).__name__,
                 type(error).__name__,
                 error,
@@ -196,9 +199,9 @@ class Watch:
 
 
 def _program_of(wire: Wire) -> str:
-    """Return the short name of the program that runs. For `Auto` it is its choice."""
-    given = wire.program
-    return short(given.gradient_program() if isinstance(given, Auto) else given)
+    """Return the short name of the running program. For `Auto` it is its choice."""
+    running = wire.program
+    return short(running.gradient_program() if isinstance(running, Auto) else running)
 
 
 def as_row(record: StepRecord) -> Row:
@@ -245,8 +248,8 @@ def as_audit_row(audit: AuditRecord) -> Row:
         "worst": audit.worst,
         "worst_error": _finite(audit.parameters[audit.worst].error),
         "action": audit.action,
-        **{f"error/{name}": _finite(one.error) for name, one in audit.parameters.items()},
-        **{f"residual/{name}": one.residual for name, one in audit.parameters.items()},
+        **{f"error/{name}": _finite(figures.error) for name, figures in audit.parameters.items()},
+        **{f"residual/{name}": figures.residual for name, figures in audit.parameters.items()},
     }
 
 

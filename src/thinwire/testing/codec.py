@@ -24,7 +24,7 @@ def check_codec(codec: Codec) -> None:
     - It accepts any length, shape and floating-point dtype.
     - Zeros are decoded to zeros.
     - The dtypes and shapes of an encoding depend only on its length.
-    - A non-finite input gives a non-finite output.
+    - A non-finite input is decoded to a non-finite output.
     - The encoding has the size that `wire_bits` declares.
     - With error feedback, the mean of the decoded numbers approaches the input.
     - Four simulated ranks receive the same mean, and nothing is lost between mean and errors.
@@ -33,7 +33,7 @@ def check_codec(codec: Codec) -> None:
         codec: The codec to check.
 
     Raises:
-        AssertionError: The codec breaks a rule, or raises. The message says which rule, and for which input.
+        AssertionError: The codec breaks a rule, or raises. The message names the rule and the input.
 
     Example::
 
@@ -66,7 +66,7 @@ def _round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 def _naming(codec: Codec, method: str, numbers: torch.Tensor) -> Iterator[None]:
     """Turn an exception of a codec into a failed check that names the input.
 
-    The traceback ends inside the codec, where only a slice of a block is left of the input.
+    The traceback ends inside the codec, which sees only blocks of the input.
     """
     try:
         yield
@@ -174,7 +174,9 @@ def _adding_is_decoding(codec: Codec) -> None:
 def _sums_where_it_says_so(codec: Codec) -> None:
     if codec.additive:
         a, b = _numbers(1000), _numbers(1000).flip(0)
-        total = tuple(one + other for one, other in zip(_encoded(codec, a), _encoded(codec, b), strict=True))
+        total = tuple(
+            first + other for first, other in zip(_encoded(codec, a), _encoded(codec, b), strict=True)
+        )
         separate = _round_trip(codec, a) + _round_trip(codec, b)
         together = _decoded(codec, total, torch.empty(1000))
         error = (together - separate).norm() / separate.norm()

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.engine.agreement import SetUp
+from thinwire.engine.comm.agreement import SetUp
 from thinwire.engine.ops import AllReduce
 from thinwire.errors import AttachError, ThinwireError, UnavailableError, WireError
 from thinwire.models.ddp import internals
 from thinwire.programs.parameter_names import original_name
 from thinwire.step.autograd import in_backward
-from thinwire.step.model import Model
 from thinwire.step.runner import AttachedRun, Choice
 from thinwire.step.strategy import needs_ddp
 
@@ -325,7 +324,7 @@ def _reduced_count(ddp: DistributedDataParallel) -> int:
     return sum(parameter.requires_grad for parameter in parameters_of(ddp).values())
 
 
-def require_ddp(model: Model, what: object) -> DDPModel:
+def require_ddp(model: object, what: object) -> DDPModel:
     """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
     if isinstance(model, DDPModel):
         return model

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.engine.agreement import SetUp, agree_on
+from thinwire.engine.comm.agreement import SetUp, agree_on
 from thinwire.engine.pack import local_part, pack, unpack
 from thinwire.errors import ThinwireError, UnavailableError, WireError
 from thinwire.models.fsdp import internals

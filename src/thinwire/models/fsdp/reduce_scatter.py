@@ -16,7 +16,7 @@ from torch import nn
 
 from thinwire.codecs.codec import Codec, require_codec
 from thinwire.codecs.quantize import Quantize
-from thinwire.engine.blocking import run_blocking
+from thinwire.engine.comm.borrowed_group import run_blocking
 from thinwire.engine.ops import AllToAll, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.errors import AttachError, UnavailableError

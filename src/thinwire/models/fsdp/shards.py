@@ -7,11 +7,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.agreement import SetUp, agree_on
+from thinwire.engine.comm.agreement import SetUp, agree_on
+from thinwire.engine.comm.group_communicator import GroupCommunicator
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllGather, AllReduce, Collectives
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.engine.task import anew
 from thinwire.errors import ThinwireError
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from thinwire.engine.comm.messages import cut
+from thinwire.engine.comm.process_group import on_gloo
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
-from thinwire.engine.messages import cut
-from thinwire.engine.process_group import on_gloo
-from thinwire.engine.rendezvous import StoreRendezvous
 from thinwire.errors import ThinwireError, WireError
 
 logger = logging.getLogger("thinwire")

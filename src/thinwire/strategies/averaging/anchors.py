@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint.trees import copied
+from thinwire.checkpoint.validate import check_tensors
 from thinwire.errors import StateError
-from thinwire.strategies.averaging.state import check_tensors
 
 
 class Anchors:

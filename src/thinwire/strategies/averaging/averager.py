@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from thinwire.checkpoint.averaged_state import checked, means_like, merge_averager_states, position
 from thinwire.checkpoint.trees import copied
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS
 from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, StateError
@@ -27,7 +28,6 @@ from thinwire.strategies.averaging.local_parts import LocalParts, no_autograd
 from thinwire.strategies.averaging.peers import AveragingGroup
 from thinwire.strategies.averaging.policy import Average, Averaging
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, reset_states, share_buffers
-from thinwire.strategies.averaging.state import checked, means_like, merged, position
 from thinwire.strategies.averaging.training_steps import TrainingSteps
 
 _KEY = "averaging"
@@ -210,7 +210,7 @@ class Averager(Strategy):
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' entries. Models become their mean."""
-        return {_KEY: merged([each.get(_KEY) for each in entries])}
+        return {_KEY: merge_averager_states([each.get(_KEY) for each in entries])}
 
     def position(self, state: Mapping[str, Any]) -> str:
         """Describe the point of averaging at which a state was saved."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -11,13 +10,10 @@ import torch
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.description import DERIVED_OPTIONS, describe
+from thinwire.programs.description import DERIVED_OPTIONS
 from thinwire.programs.program import Program, require_program
 from thinwire.strategies.averaging.outer import NESTEROV, tuned_for
 from thinwire.strategies.averaging.policy import Average, Averaging, OuterLoop
-
-_BEFORE = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The default of version 0.1, as its saved states describe it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,10 +114,6 @@ class DiLoCo(Averaging):
         """The outer optimizer's options."""
         outer, tuning = (NESTEROV, tuned_for) if self.outer is None else (self.outer, None)
         return OuterLoop(outer, self.program, self.fragments, self.overlap, self.mixing or 0.0, tuning)
-
-    def earlier_descriptions(self) -> Sequence[str]:
-        """Return the description of version 0.1 if the outer optimizer is the default."""
-        return () if self.outer is not None else (describe(replace(self, outer=_BEFORE)),)
 
     def model_program(self) -> Program:
         """Return the program for pseudo-gradients."""

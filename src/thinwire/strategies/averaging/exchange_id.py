@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.engine.comm.rendezvous import ranks_text
 from thinwire.engine.ops import AllGather, Collectives
-from thinwire.engine.rendezvous import ranks_text
 from thinwire.errors import MismatchError
 
 _WHOLE, _DIVERGED = -1, -2

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch.distributed as dist
 
 from thinwire.codecs.checks import is_whole
-from thinwire.engine.group_communicator import GroupCommunicator
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.errors import MismatchError, OptionError
 from thinwire.strategies.averaging.nodes import ranks_on_this_node
 

@@ -4,7 +4,7 @@ import os
 import socket
 from datetime import timedelta
 
-from thinwire.engine.rendezvous import StoreRendezvous
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 
 
 def ranks_on_this_node(rendezvous: StoreRendezvous, limit: timedelta) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import MODELS, Meter
 from thinwire.engine.ops import Collectives, among
 from thinwire.programs.memory import Memory

@@ -2,10 +2,10 @@
 
 import torch
 
-from thinwire.engine.blocking import run_abreast
-from thinwire.engine.pack import real_numbers
+from thinwire.engine.comm.borrowed_group import run_abreast
+from thinwire.engine.pack import batches, real_numbers
 from thinwire.step.model import Model
-from thinwire.strategies.zero.parameters import batches, share
+from thinwire.strategies.zero.parameters import share
 
 
 def start_equal(model: Model) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-from thinwire.engine.agreement import differences_text
+from thinwire.engine.comm.agreement import differences_text
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import MODELS, Meter

@@ -4,11 +4,11 @@ import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
-from thinwire.engine.borrowed_group import BorrowedGroup
-from thinwire.engine.communicator import NotConnectedError
-from thinwire.engine.messages import Turn
+from thinwire.engine.comm.borrowed_group import BorrowedGroup
+from thinwire.engine.comm.communicator import NotConnectedError
+from thinwire.engine.comm.messages import Turn
+from thinwire.engine.comm.pending import Pending
 from thinwire.engine.ops import Await, Collective
-from thinwire.engine.pending import Pending
 from thinwire.errors import ThinwireError
 
 

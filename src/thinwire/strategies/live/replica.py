@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.checkpoint.optimizer_state import load_local_state, local_state
 from thinwire.checkpoint.trees import copied
-from thinwire.checkpoint.validate import check_count
-from thinwire.engine.agreement import SetUp, differences_text, full_texts, texts_of
+from thinwire.checkpoint.validate import check_count, check_tensors
+from thinwire.engine.comm.agreement import SetUp, differences_text, full_texts, texts_of
 from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
@@ -21,9 +22,7 @@ from thinwire.programs.parameter_names import original_name
 from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenly
 from thinwire.strategies.averaging.local_parts import no_autograd
 from thinwire.strategies.averaging.policy import Averaging, OuterLoop
-from thinwire.strategies.averaging.state import check_tensors
 from thinwire.strategies.live.handshake import hashed
-from thinwire.strategies.live.optimizer_state import load_local_state, local_state
 
 logger = logging.getLogger("thinwire")
 

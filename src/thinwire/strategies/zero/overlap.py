@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
 from thinwire.models.ddp.internals import after_ddp_finishes

@@ -1,6 +1,6 @@
 """Programs that send each owner's updated parameters to all ranks.
 
-One flat broadcast carries many parameters, up to `BATCH` bytes, so that buffers stay small. Over all owners,
+One flat broadcast carries many parameters, up to 32 MB, so that buffers stay small. Over all owners,
 a rank sends (W-1)/W of the model on average. Parameters are updated in place, so each tensor keeps its memory
 and strides.
 """
@@ -11,29 +11,6 @@ import torch
 
 from thinwire.engine.ops import Broadcast, Collectives
 from thinwire.engine.pack import pack, unpack
-
-BATCH = 1 << 25
-"""The most bytes in one broadcast. It is large compared with a round trip and small compared with a model."""
-
-
-def batches(tensors: Sequence[torch.Tensor], limit: int = BATCH) -> list[list[int]]:
-    """Return the indices of tensors that share a broadcast, of one dtype and device and up to `limit` bytes.
-
-    >>> batches([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(1)], limit=28)
-    [[0, 2], [1], [3]]
-    """
-    made: list[list[int]] = []
-    latest: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for number, tensor in enumerate(tensors):
-        kind = tensor.dtype, tensor.device
-        nbytes = tensor.numel() * tensor.element_size()
-        batch, filled = latest.get(kind, ([], 0))
-        if not batch or filled + nbytes > limit:
-            batch, filled = [], 0
-            made.append(batch)
-        batch.append(number)
-        latest[kind] = batch, filled + nbytes
-    return made
 
 
 def in_turn(

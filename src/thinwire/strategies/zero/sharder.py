@@ -10,11 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import check_no_scaler
-from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merged
+from thinwire.checkpoint.gather import collect
+from thinwire.checkpoint.optimizer_state import forget_owned, mark_owned, merge_optimizer_states
 from thinwire.checkpoint.validate import check_tensor
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work
-from thinwire.engine.group_communicator import GroupCommunicator
 from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
@@ -28,7 +29,6 @@ from thinwire.step.model import refuse_unfrozen
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
-from thinwire.strategies.zero.collect import collect
 from thinwire.strategies.zero.overlap import Usage
 from thinwire.strategies.zero.partial_step import gradients_in, step_some
 from thinwire.strategies.zero.pieces import Pieces
@@ -225,7 +225,9 @@ class Sharder(Strategy):
             return self._nothing()
 
         self._run(collecting(), "the optimizer's state")
-        return None if self._rank != to else merged([{**own, "state": state} for state in states])
+        if self._rank != to:
+            return None
+        return merge_optimizer_states([{**own, "state": state} for state in states])
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Mark a saved optimizer state as this rank's shard."""

@@ -1,4 +1,4 @@
-"""Advice from the figures of a benchmark: which contestant to use on a network, and the line that does."""
+"""Advice from the figures of a benchmark: which contestant to use, and the line of Python for it."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -6,15 +6,15 @@ from typing import Any
 
 from thinwire import Averaging
 from thinwire.errors import OptionError
-from thinwire.plan.load import Load
 from thinwire.tools.bench.contestants import exchanges
+from thinwire.tools.bench.load import Load
 from thinwire.tools.bench.parsing import attach_line, parse_saved
 from thinwire.tools.bench.results import Cell, Results
 from thinwire.tools.bench.summary import Quartiles, Row, rows
 from thinwire.tools.bench.text import percent
 
 _SAME_LOSS = 3
-"""Decimals of a loss gap that count when safety is compared: differences below 0.1 % are chance."""
+"""Decimals of loss gaps that are compared. Differences below 0.1 % are chance."""
 _STILL_FALLING = 0.02
 """The relative fall of plain DDP's loss over the last quarter of a run that makes it too short to judge."""
 
@@ -25,7 +25,7 @@ class Advice:
 
     Attributes:
         text: The recommended contestant and the reasons, as sentences.
-        line: The line of Python that attaches it. None for plain DDP, for torch's own, or without advice.
+        line: The line of Python that attaches it. None for plain DDP and torch's hooks, or without advice.
     """
 
     text: str
@@ -35,9 +35,9 @@ class Advice:
 def advise(cell: Cell) -> Advice:
     """Return the advice for a cell.
 
-    The contestant that reaches plain DDP's loss first wins. Contestants whose times cannot be told apart,
-    because their quartiles overlap, are tied. Of these the safest wins: the one with the smallest loss gap
-    after equal steps, then thinwire's before torch's, then the one that sends most.
+    The contestant that reaches plain DDP's loss first wins. Contestants whose quartiles overlap are tied. Of
+    these the safest wins: the one with the smallest loss gap after equal steps, then thinwire's before
+    torch's, then the one that sends most.
     """
     here = f"On {cell.network}"
     if cell.error:
@@ -64,7 +64,7 @@ def advise(cell: Cell) -> Advice:
 
 
 def _line(best: Row) -> str | None:
-    """Return the line that attaches a contestant, or None for plain DDP, torch's own, and a damaged text."""
+    """Return the line that attaches a contestant, or None for plain DDP, torch's hooks and invalid texts."""
     try:
         return attach_line(best.text) if best.kind == "thinwire" else None
     except OptionError:
@@ -97,7 +97,7 @@ def _left_on_wire(best: Row) -> str:
 
 
 def _too_short(cell: Cell) -> str:
-    """Return a sentence if the run says little about the loss at the end of a training, or an empty text."""
+    """Return a warning if the run is too short to judge final losses, or an empty text."""
     losses, steps = next(track.losses for track in cell.tracks if track.kind == "ddp"), _steps(cell)
     last = losses[-1][1]
     before = next((loss for step, loss in reversed(losses) if step <= 0.75 * steps), math.nan)
@@ -111,7 +111,7 @@ def _too_short(cell: Cell) -> str:
 
 
 def _too_few_exchanges(others: list[Row], steps: int) -> str:
-    """Return a sentence that names averaged models which were exchanged too seldom to be judged."""
+    """Return a warning that names averaged models with too few exchanges to judge, or an empty text."""
     found = []
     for row in others:
         program = _averaged(row)
@@ -130,19 +130,19 @@ def _averaged(row: Row) -> Averaging | None:
     try:
         program = parse_saved(row.text)
     except OptionError:
-        return None  # of another version, or a user's own, which is not imported to give advice
+        return None  # another version's program, or the user's, which is not imported for advice
     return program if isinstance(program, Averaging) else None
 
 
 def _is_better(row: Row, plain: Row) -> bool:
-    """Return whether three of four of its steps are faster, and it reaches plain DDP's loss sooner."""
+    """Return whether the lower quartile of its speed-up exceeds 1 and it reaches plain DDP's loss sooner."""
     if row.speed_up is None or row.seconds_to_loss is None or plain.seconds_to_loss is None:
         return False
     return row.speed_up[0] > 1.0 and row.seconds_to_loss < plain.seconds_to_loss
 
 
 def _fastest(better: list[Row]) -> list[Row]:
-    """Return the contestant that reaches the loss first, and all whose quartiles overlap with its own."""
+    """Return the contestant that reaches the loss first, and all whose quartiles overlap with it."""
     times = [(_to_loss(row), row) for row in better]
     latest = min(times, key=lambda pair: pair[0][1], default=None)
     return [row for time, row in times if latest and time[0] <= latest[0][2]]
@@ -152,7 +152,7 @@ def _to_loss(row: Row) -> Quartiles:
     """Return the time to plain DDP's loss by the quartiles of its steps, without a slow start."""
     assert row.step is not None
     assert row.steps_to_loss is not None
-    low, middle, high = (row.steps_to_loss * one for one in row.step)
+    low, middle, high = (row.steps_to_loss * seconds for seconds in row.step)
     return low, middle, high
 
 

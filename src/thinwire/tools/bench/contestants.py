@@ -1,4 +1,4 @@
-"""The contestants of a benchmark: plain DDP, what `attach` accepts, and torch's own for the same purpose."""
+"""The contestants of a benchmark: plain DDP, thinwire's programs and strategies, torch's counterparts."""
 
 import math
 from dataclasses import dataclass
@@ -13,20 +13,21 @@ import thinwire
 from thinwire import Averaging, Configuration, Schedule, Warmup
 from thinwire.errors import OptionError
 from thinwire.tools.bench.parsing import Attachable, parse_program, public_name
-from thinwire.tools.bench.torch_baselines import RIVALS, MakeOptimizer, Rival
+from thinwire.tools.bench.torch_baselines import COUNTERPARTS, Counterpart, MakeOptimizer
 
 PLAIN = "DDP"
 ALONE = "no communication"
 
 BUCKET_MB = {"Int8": 1.0, "Int4": 1.0, "Int2": 1.0, "FP8": 1.0}
-"""The bucket sizes that suit programs without an attribute `bucket_mb`. The others use DDP's default.
+"""The best bucket sizes of programs without an attribute `bucket_mb`. The others use DDP's default.
 
-Measured on emulated links of 10 and 100 Mbit/s: with small buckets, a cheap codec sends the first gradients
-while backward still runs. PowerSGD has a cost per bucket that exceeds this gain at 100 Mbit/s.
+Measured by `thinwire bench --bucket-mb` on emulated links of 10 and 100 Mbit/s: with small buckets, a cheap
+codec sends the first gradients while backward still runs. PowerSGD's cost per bucket exceeds this gain at 100
+Mbit/s.
 """
 
 _EXCHANGES = 16
-"""Exchanges of whole models from which their loss can be compared, if all numbers are sent."""
+"""The fewest exchanges of whole models after which losses can be compared, if all numbers are sent."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,29 @@ class Contestant:
     def averages_models(self) -> bool:
         """True if each rank trains its own model between averages."""
         stages = self.program.stages.values() if isinstance(self.program, Schedule) else [self.program]
-        return any(isinstance(one, Averaging) for one in stages)
+        return any(isinstance(stage, Averaging) for stage in stages)
 
     @property
     def cycle(self) -> int | None:
         """The steps after which costs repeat. None if they do not repeat within a run."""
         return cycle_of(self.program)
 
-    def bucket_mb(self, given: float | None) -> float | None:
+    def bucket_mb(self, asked: float | None) -> float | None:
         """Return the size of DDP's buckets.
 
         torch's hooks with several collectives race if there is more than one bucket, so they get a single
-        one. thinwire's programs get the size that suits them.
+        one. thinwire's programs get the size in `BUCKET_MB`.
 
         Args:
-            given: The size that the user asks for. None to choose.
+            asked: The size that the user passed. None to choose.
 
         Returns:
             The size in MB, or None for DDP's default.
         """
         if self.kind == "torch" and (needed := self._torch().bucket_mb):
             return needed
-        if given is not None or self.kind != "thinwire":
-            return given
+        if asked is not None or self.kind != "thinwire":
+            return asked
         suited = getattr(self.program, "bucket_mb", None)
         return float(suited) if isinstance(suited, int | float) else BUCKET_MB.get(public_name(self.text))
 
@@ -88,31 +89,31 @@ class Contestant:
 
         Args:
             model: The model, equal on all ranks.
-            bucket_mb: The bucket size that the user asks for. None to use the one that suits.
+            bucket_mb: The bucket size that the user passed. None to choose.
         """
         size = self.bucket_mb(bucket_mb)
         return DDP(model, bucket_cap_mb=size, process_group=dist.new_group(), init_sync=False)
 
     def prepare(self, ddp: DDP, make: MakeOptimizer) -> tuple[Optimizer, thinwire.Wire | None]:
-        """Make `ddp` train in this way.
+        """Attach this contestant to a model.
 
         Args:
             ddp: The model from `wrap`.
             make: Makes the optimizer for some parameters.
 
         Returns:
-            The optimizer to step, and the wire if the contestant is one of thinwire's.
+            The optimizer to step, and the wire of a thinwire contestant.
         """
         if self.kind == "torch":
             return self._torch().prepare(ddp, self.program, make), None
         optimizer = make(ddp.parameters())
         if self.program is None:
             return optimizer, None
-        given = optimizer if isinstance(self.program, Configuration | Schedule) else None
-        return optimizer, thinwire.attach(ddp, self.program, optimizer=given, history=1)
+        passed = optimizer if isinstance(self.program, Configuration | Schedule) else None
+        return optimizer, thinwire.attach(ddp, self.program, optimizer=passed, history=1)
 
-    def _torch(self) -> Rival:
-        return RIVALS[public_name(self.text)]
+    def _torch(self) -> Counterpart:
+        return COUNTERPARTS[public_name(self.text)]
 
 
 def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]:
@@ -130,7 +131,7 @@ def line_up(programs: list[str], *, with_torch: bool = True) -> list[Contestant]
     """
     contestants = [Contestant(PLAIN, "ddp", "")]
     for text in programs:
-        program, torchs = parse_program(text), RIVALS.get(public_name(text)) if with_torch else None
+        program, torchs = parse_program(text), COUNTERPARTS.get(public_name(text)) if with_torch else None
         rival = f"torch {torchs.name(program)}" if torchs else None
         contestants.append(Contestant(_short_name(text), "thinwire", text, rival))
         if rival and all(rival != contestant.name for contestant in contestants):
@@ -160,7 +161,7 @@ def cycle_of(program: object) -> int | None:
 
 
 def rounds_needed(program: object) -> int:
-    """Return the number of steps after which a program has shown its costs.
+    """Return the number of steps after which a program's costs are known.
 
     These are two whole periods of averaged models, counted from the start of a schedule's last stage. The
     warm-up of PowerSGD must be less than half of the run, because its figures are medians.
@@ -178,10 +179,10 @@ def rounds_needed(program: object) -> int:
 
 
 def exchanges(program: Averaging, steps: int) -> tuple[int, int]:
-    """Return how often a run of some steps exchanges whole models, and how often it must to be judged.
+    """Return the exchanges of whole models in a run, and the fewest from which its loss can be judged.
 
-    Models that are trained apart fall behind at first and catch up later. Where only a share of the numbers
-    is sent, most of them arrive after 1 / share exchanges, so that all of training lags behind by as many.
+    Averaged models fall behind at first and catch up later. Where only a share of the numbers is sent, most
+    of them arrive after 1 / share exchanges, and training lags by as many.
 
     >>> exchanges(thinwire.DiLoCo(period=16), 64), exchanges(thinwire.SparseLoCo(16, ratio=1/64), 64)
     ((4, 16), (4, 128))

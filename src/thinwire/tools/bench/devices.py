@@ -1,4 +1,4 @@
-"""The device and the network of a rank: where it trains, what it has sent, and how fast that can be."""
+"""A rank's device, the bytes it has sent, and the rate of its network."""
 
 import os
 import time
@@ -15,14 +15,14 @@ ON_CPU = "THINWIRE_BENCH_ON_CPU"
 
 
 def device() -> torch.device:
-    """Return the device on which this rank trains. In the lab it is the CPU, as hosts would share a GPU."""
+    """Return the device on which this rank trains. In the lab it is the CPU: hosts would share a GPU."""
     if torch.cuda.is_available() and ON_CPU not in os.environ:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that this rank has queued."""
+    """Wait until the device has finished this rank's queued work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
@@ -52,7 +52,7 @@ def device_bytes() -> float | None:
     devices = read_devices()
     named = [devices[name] for name in (interface or "").split(",") if name in devices]
     sharing = world if interface == "lo" else local
-    return sum(one.sent for one in named) / sharing if named else None
+    return sum(counters.sent for counters in named) / sharing if named else None
 
 
 def probe_rate() -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from thinwire.errors import LabError, OptionError, StateError
-from thinwire.plan.load import LoadMeter
 from thinwire.tools.bench.advice import summarize
 from thinwire.tools.bench.contestants import line_up, rounds_needed
 from thinwire.tools.bench.devices import ON_CPU
+from thinwire.tools.bench.load import LoadMeter
 from thinwire.tools.bench.measure import OnRound
 from thinwire.tools.bench.results import Cell, Results, Track
 from thinwire.tools.bench.summary import WARM_UP
@@ -26,8 +26,7 @@ from thinwire.tools.bench.worker import MARK, Task
 from thinwire.tools.bench.workloads import check_workload
 from thinwire.tools.lab.hosts import Hosts, Loopback
 from thinwire.tools.lab.namespaces import Lab
-from thinwire.tools.lab.network import MOST_HOSTS, plan
-from thinwire.tools.lab.rate import parse_rate
+from thinwire.tools.lab.network import MOST_HOSTS, parse_rate, plan
 from thinwire.tools.lab.run import run_on
 from thinwire.version import __version__
 
@@ -58,7 +57,7 @@ class Grid:
         links: Rates, or "loopback" to measure without the lab.
         hosts: World sizes.
         steps: Rounds in each cell.
-        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        bucket_mb: DDP's bucket size. None for the best one of each contestant.
         with_torch: Whether to run torch's own hooks and optimizers too.
         seeds: The number of seeds for losses. Times are measured with one.
         timed: Rounds to time on each link. Losses are then trained over loopback, once for all links. None to
@@ -89,7 +88,7 @@ class Grid:
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise OptionError(f"bucket_mb={self.bucket_mb:g} must be positive: DDP's own default is 25")
         if self.seeds < 1:
-            raise OptionError(f"seeds={self.seeds} must be at least 1: each is a training of its own")
+            raise OptionError(f"seeds={self.seeds} must be at least 1: each is a separate training")
         for count in self.hosts:
             if not 2 <= count <= MOST_HOSTS:
                 raise OptionError(f"hosts={count} must be from 2 to {MOST_HOSTS}: one host sends nothing")
@@ -202,13 +201,13 @@ class Apart:
 
     @classmethod
     def of(cls, results: Results, hosts: int) -> "Apart | None":
-        """Return what an earlier run measured for some world size with the same settings, or None.
+        """Return the measurements of an earlier run for a world size and the same settings, or None.
 
         Args:
             results: The results of a run whose losses were all trained over loopback.
             hosts: The world size.
         """
-        cell = next((one for one in results.cells if one.hosts == hosts and one.error is None), None)
+        cell = next((known for known in results.cells if known.hosts == hosts and known.error is None), None)
         if cell is None or any(track.peak_memory is None for track in cell.tracks):
             return None
         by_seed = zip(*([track.losses, *track.seed_losses] for track in cell.tracks), strict=True)
@@ -314,10 +313,10 @@ def _run(
 
 
 def cause_of(errors: Mapping[int, str]) -> str:
-    """Return the error that a failed run is about, with its host; an empty text if there is none.
+    """Return the error that made a run fail, with its host, or an empty text.
 
-    When one host fails, the others lose their connections to it, and their errors may be read first. So an
-    error of another kind is preferred, then the lowest host.
+    When a host fails, the others lose their connections to it, and their errors may arrive first. So an error
+    that is not a lost connection is preferred, then the lowest host.
 
     >>> cause_of({0: "RuntimeError: Connection closed by peer [10.0.0.2]:1", 1: "ValueError: no data"})
     'host 1: ValueError: no data'

@@ -1,11 +1,14 @@
 """The measurement of one cell, as run by every rank.
 
-In each round every contestant takes one step, in random order. A step is timed from a barrier to the end of
-the optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is
-the sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after
-all rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
+Contestants are interleaved in one process: in each round every contestant takes one step, in random order.
+Separate runs drift by more than the differences to measure. A step is timed from a barrier to the end of the
+optimizer's step. Every contestant trains its own copy of one model on the same batches. Its wall time is the
+sum of its own steps, as if it had run alone. A contestant that has not reached plain DDP's loss after all
+rounds keeps training (overtime), until it has or until it has used plain DDP's wall time.
 
-Losses do not depend on the network. They can be trained over a fast one, with overtime counted in steps.
+Interleaved contestants share their memory, so peak memory is measured separately, in one fork each
+(`memory`). Losses do not depend on the network. They can be trained over a fast one, with overtime counted in
+steps.
 """
 
 import copy
@@ -20,16 +23,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from thinwire import Stats, Wire
 from thinwire.tools.bench.contestants import Contestant
 from thinwire.tools.bench.devices import device, device_bytes, on_device, synchronize
-from thinwire.tools.bench.evaluate import held_out_losses
 from thinwire.tools.bench.results import Track
 from thinwire.tools.bench.summary import close_to
 from thinwire.tools.bench.workloads import Workload
 
 _EVALUATIONS = 16
+_HELD_OUT_BATCHES, _HELD_OUT_FROM = 4, 1_000_000
+"""Batches of an evaluation, and the step from which on they are held out of training."""
 MOST_OVERTIME = 4
 """The most steps of overtime, in multiples of the steps before it."""
 
@@ -82,7 +88,7 @@ def measure(
         workload: The model and its data.
         contestants: The ways to train.
         steps: The number of rounds.
-        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        bucket_mb: DDP's bucket size. None for the best one of each contestant.
         on_round: Called after every round.
         overtime: The limit within which contestants keep training until they reach plain DDP's loss:
             `"time"` is plain DDP's wall time, `"steps"` five times its steps. None for no overtime.
@@ -91,9 +97,11 @@ def measure(
         One track for each contestant, joined from those of all ranks.
     """
     start = _broadcast(workload.model().to(device()))
-    entries = [enter(one, copy.deepcopy(start), workload, bucket_mb) for one in contestants]
+    entries = [enter(contestant, copy.deepcopy(start), workload, bucket_mb) for contestant in contestants]
     running = [entry for entry in entries if entry.track.unavailable is None]
-    shuffled = random.Random(0)  # the same order on every rank
+    # A new random order in each round, the same on every rank: a contestant's step warms caches and
+    # connections for the next one, and a fixed order would always favour the same contestants.
+    shuffled = random.Random(0)
     evaluate_at = {round(steps * part / _EVALUATIONS) for part in range(_EVALUATIONS + 1)}
     for step in range(steps):
         if step in evaluate_at:
@@ -157,7 +165,7 @@ def enter(contestant: Contestant, model: nn.Module, workload: Workload, bucket_m
         contestant: The way to train.
         model: A model that is equal on all ranks.
         workload: Makes the optimizer.
-        bucket_mb: DDP's bucket size. None to use the one that suits the contestant.
+        bucket_mb: DDP's bucket size. None for the best one of the contestant.
     """
     track = Track(contestant.name, contestant.kind, contestant.text, contestant.rival)
     if contestant.kind == "alone":
@@ -191,7 +199,7 @@ def train_step(entry: Entry, workload: Workload, step: int) -> float:
 def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
     """Measure time and bytes of one step.
 
-    The second barrier waits for the other ranks, so that their bytes are not counted for the next contestant.
+    The second barrier waits for the other ranks, so that their bytes are not booked to the next contestant.
     """
     counted = entry.wire.stats() if entry.wire else None
     if entry.first_gradient:
@@ -221,7 +229,7 @@ def _evaluate(entries: list[Entry], workload: Workload, step: int) -> None:
 
 
 def _read_meter(track: Track, before: Stats, after: Stats) -> None:
-    """Record what a wire has counted in one step: its gradients, and models or parameters if it sent any."""
+    """Record the counters of one step: gradients, and models or parameters if any were sent."""
     track.meter_bytes.append(after.bytes_sent - before.bytes_sent)
     if after.last is None or after.last.encode_seconds is not None:
         track.encode_seconds.append(after.encode_seconds - before.encode_seconds)
@@ -230,13 +238,69 @@ def _read_meter(track: Track, before: Stats, after: Stats) -> None:
 
 
 def _join(own: Track) -> Track:
-    """Join the tracks of all ranks. Times of the slowest rank count for a step, other values are means."""
+    """Join the tracks of all ranks. Step times are those of the slowest rank, other values are means."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=False)  # a rank may lack them
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=False)  # a rank may lack them
         setattr(own, name, [mean(values) for values in by_step])
     for name in ("step_seconds", "first_gradient_seconds", "optimizer_seconds"):
-        by_step = zip(*(getattr(one, name) for one in gathered), strict=True)
+        by_step = zip(*(getattr(track, name) for track in gathered), strict=True)
         setattr(own, name, [max(values) for values in by_step])
     return own
+
+
+@torch.no_grad()
+def held_out_losses(models: list[tuple[nn.Module, bool]], workload: Workload) -> list[float]:
+    """Return the held-out loss of each model, averaged over the batches of all ranks. Collective.
+
+    Args:
+        models: Models, each with True if ranks train it separately, so that its average is evaluated.
+        workload: The data.
+    """
+    held_out = workload.held_out or (lambda rank, number: workload.batch(rank, _HELD_OUT_FROM + number))
+    batches = [on_device(held_out(dist.get_rank(), number)) for number in range(_HELD_OUT_BATCHES)]
+    losses = []
+    for model, apart in models:
+        inner = model.module if isinstance(model, DDP) else model
+        losses.append(_loss(inner, averaged(inner) if apart else {}, batches))
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    means: list[float] = (total / dist.get_world_size()).tolist()
+    return means
+
+
+def _loss(model: nn.Module, tensors: dict[str, torch.Tensor], batches: list[Any]) -> torch.Tensor:
+    """Return the mean loss in evaluation mode, with `tensors` in place of the model's own of these names."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        losses = [
+            (functional_call(model, tensors, (batch,)) if tensors else model(batch)).detach().float()
+            for batch in batches
+        ]
+    finally:
+        for module in training:
+            module.training = True
+    return torch.stack(losses).mean()
+
+
+@torch.no_grad()
+def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the means over ranks of a model's parameters and floating-point buffers. Collective.
+
+    The model itself stays as it is, so that training continues as if it had not been evaluated.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in floating.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    means: dict[str, torch.Tensor] = {}
+    for names in by_dtype.values():
+        flat = torch.cat([floating[name].reshape(-1) for name in names])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([floating[name].numel() for name in names])
+        means |= {name: part.view(floating[name].shape) for name, part in zip(names, parts, strict=True)}
+    return means

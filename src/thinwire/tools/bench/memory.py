@@ -39,7 +39,8 @@ def peak_memory(prepare: Prepare) -> list[int]:
     Raises:
         LabError: A contestant failed.
     """
-    import_dynamo()  # once here instead of in every fork, as is what torch's contestants need
+    # Import once here instead of in every fork: dynamo for DDP, the optimizers for torch's contestants.
+    import_dynamo()
     importlib.import_module("torch.distributed.optim")
     peaks: list[int] = []
     count = 1

@@ -1,7 +1,7 @@
-"""Programs and strategies as text: parsed into objects, and spelled as the Python that makes them.
+"""Programs and strategies as text: parsed into objects, and written as Python.
 
-A text can make programs, strategies and codecs, and nothing else: texts come from results files too. Code by
-`package.module:Name` is imported for `parse_program`, whose text the user wrote, and not for `parse_saved`.
+Texts also come from results files, so a text can only make programs, strategies and codecs. Code named by
+`package.module:Name` is imported by `parse_program`, whose text the user wrote, and not by `parse_saved`.
 """
 
 import ast
@@ -22,7 +22,7 @@ PROGRAMS = ("Exact", "FP16", "BF16", "Int8", "Int4", "Int2", "FP8", "Sign", "Top
 """thinwire's gradient programs that need no options."""
 
 Attachable: TypeAlias = Program | Configuration | Schedule
-"""What `thinwire.attach` accepts."""
+"""The types that `thinwire.attach` accepts."""
 
 _LONGEST, _DEEPEST = 10_000, 50
 """Limits of a text: Python's parser and the functions below are recursive."""
@@ -36,7 +36,7 @@ def parse_program(text: str) -> Attachable:
     `package.module:Name(option=1)`.
 
     Raises:
-        OptionError: The text does not parse, or names nothing that `attach` accepts.
+        OptionError: The text does not parse, or is not a valid argument of `attach`.
 
     >>> parse_program("exact")
     Exact()
@@ -53,7 +53,7 @@ def parse_program(text: str) -> Attachable:
 
 
 def parse_saved(text: str, named: Collection[str] = ()) -> Attachable:
-    """Make a program or a strategy from the text of a file, which runs no code of the file's choice.
+    """Make a program or a strategy from the text of a file, without running code that the file names.
 
     Args:
         text: As for `parse_program`.

@@ -1,4 +1,4 @@
-"""Predictions of a benchmark by the planner, term by term, and loss gaps for plans from its results."""
+"""The planner's predictions of a benchmark, term by term, and loss gaps for plans from its results."""
 
 import math
 import statistics
@@ -25,12 +25,12 @@ TERMS = ("step", "bytes", "encode", "wire", "exposed")
 
 @dataclass(frozen=True)
 class Prediction:
-    """A contestant's measured costs beside those that the planner predicts.
+    """A contestant's measured and predicted costs.
 
     Attributes:
         name: The contestant.
         predicted: The predicted cost.
-        measured: The measured terms by name, where they are known.
+        measured: The measured terms by name.
     """
 
     name: str
@@ -50,16 +50,16 @@ def predict(
     network: Network | None = None,
     named: Collection[str] = (),
 ) -> list[Prediction]:
-    """Predict the costs of all contestants of a cell that the planner knows.
+    """Predict the costs of all contestants of a cell that the planner supports.
 
-    The time without communication is the cell's own, of the contestant that does not communicate. All else
-    is predicted.
+    The time without communication is measured, by the contestant that does not communicate. All other terms
+    are predicted.
 
     Args:
         cell: The measurements.
         model: The model's shapes, and the times at which its gradients are ready, measured here.
         cores: The cores that all hosts of the cell share.
-        network: The network as probed. None to take the link's rate.
+        network: The probed network. None to use the rate of the cell's link.
         named: The programs that the user named. Code in the cell's texts is imported for these only.
 
     Raises:
@@ -86,7 +86,7 @@ def predict_log(log: Log, planner: Planner, candidate: Candidate, network: Netwo
     Args:
         log: The log. Its medians are compared, those of averaged models as means over all steps.
         planner: The planner for the model.
-        candidate: What was attached.
+        candidate: The program that was attached.
         network: The network.
 
     Raises:
@@ -95,7 +95,9 @@ def predict_log(log: Log, planner: Planner, candidate: Candidate, network: Netwo
     purpose = GRADIENTS if candidate.averaging is None else MODELS
     series = log.series.get(purpose)
     if series is None or not series.steps:
-        raise StateError(f"the log has no exchange of {purpose}, as {candidate.name} makes: name what ran")
+        raise StateError(
+            f"the log has no exchange of {purpose}, as {candidate.name} makes: pass the program that ran"
+        )
     share = 1.0 if candidate.averaging is None else 1 / candidate.period
     terms: dict[str, Sequence[float]] = {
         "bytes": series.own,
@@ -105,7 +107,7 @@ def predict_log(log: Log, planner: Planner, candidate: Candidate, network: Netwo
     measured = {
         name: share * statistics.median(known)
         for name, column in terms.items()
-        if (known := [float(one) for one in column if math.isfinite(one)])
+        if (known := [float(value) for value in column if math.isfinite(value)])
     }
     return Prediction(candidate.name, planner.cost(candidate, network), measured)
 
@@ -117,7 +119,7 @@ def _candidates(tracks: Iterable[Track], named: Collection[str]) -> Iterable[tup
         elif track.kind == "thinwire":
             try:
                 candidate = Candidate.of(track.text, parse_saved(track.text, named))
-            except OptionError:  # the planner does not know it, or it is code that `left_out` lists
+            except OptionError:  # unsupported by the planner, or code that `left_out` lists
                 continue
             yield track, replace(candidate, bucket_mb=track.bucket_mb)
 
@@ -128,7 +130,7 @@ def _given(cell: Cell) -> Network:
 
 
 def _stretched(here: Compute, alone: Track, plain: Row, cores: float) -> Compute:
-    """Return the times of a step as measured in a cell, with gradients ready as measured here."""
+    """Return the times of a step of a cell, with gradients ready in the proportions measured here."""
     step = plain.compute or here.step
     first = statistics.median(alone.first_gradient_seconds or [here.arrivals[0]])
     optimizer = statistics.median(alone.optimizer_seconds or [here.optimizer])
@@ -138,7 +140,7 @@ def _stretched(here: Compute, alone: Track, plain: Row, cores: float) -> Compute
     return replace(
         here,
         begin=first,
-        arrivals=tuple(first + scale * (one - begin) for one in here.arrivals),
+        arrivals=tuple(first + scale * (arrival - begin) for arrival in here.arrivals),
         backward=backward,
         optimizer=optimizer,
         copy_rate=here.copy_rate * min(1.0, cores),
@@ -183,7 +185,7 @@ def measured_gaps(results: Results, named: Collection[str] = ()) -> dict[str, Ga
                 continue
             try:
                 name = short(parse_saved(row.text, named))
-            except OptionError:  # of another version, or code that `left_out` lists
+            except OptionError:  # another version's program, or code that `left_out` lists
                 continue
             steps = next(track.losses[-1][0] for track in cell.tracks if track.kind == "ddp")
             gap = Gap(row.loss_gap, "results file", cell.workload, cell.parameters, steps, results.command)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import OptionError, StateError
-from thinwire.plan.load import LoadMeter
+from thinwire.plan.units import show_rate
 from thinwire.tools.bench.advice import summarize
 from thinwire.tools.bench.grid import Apart, Grid, machine
+from thinwire.tools.bench.load import LoadMeter
 from thinwire.tools.bench.measure import OnRound
 from thinwire.tools.bench.results import Cell, Results, Track
 from thinwire.tools.bench.worker import served_store, work
-from thinwire.tools.lab.rate import show_rate
 
 LINK = "this network"
 _FIRST_SEED = 1000
@@ -61,7 +61,7 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
             reported[kind] = value
 
     losses = []
-    with redirect_stdout(sys.stderr):  # stdout is for results, not for prints of the user's model
+    with redirect_stdout(sys.stderr):  # stdout is for results, and the user's model may print
         with served_store():
             work(grid.task(memory=True), listen)
             for seed in range(1, grid.seeds):

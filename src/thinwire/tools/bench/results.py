@@ -1,4 +1,8 @@
-"""The results file of a benchmark. It holds raw measurements, from which all figures are derived."""
+"""The results file of a benchmark.
+
+It holds raw measurements. Figures are derived when it is read, so that a wrong formula can be fixed without
+measuring again.
+"""
 
 import dataclasses
 import json
@@ -13,7 +17,7 @@ from thinwire.errors import StateError
 
 FORMAT = 1
 _LARGEST, _SHORTEST, _MOST_HOSTS, _MOST_SHOWN = 1e40, 1e-9, 1 << 16, 80
-"""Limits of a file's numbers, so that no figure overflows, and of what an error shows of a value."""
+"""Limits of a file's numbers, so that no figure overflows, and of a value's length in errors."""
 _POINTS = list[tuple[int, float | None]]
 _IN_FILE: dict[str, Any] = {
     "losses": _POINTS,
@@ -52,7 +56,7 @@ class Track:
         peak_memory: Peak bytes of a process that trains only this contestant.
         bucket_mb: The size of DDP's buckets. None for DDP's default, or without DDP.
         cycle: The number of steps after which costs repeat. None if they do not repeat.
-        averages_models: Whether ranks train models of their own between averages.
+        averages_models: Whether ranks train separate models between averages.
     """
 
     name: str
@@ -112,9 +116,8 @@ class Cell:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Cell":
         """Rebuild a cell from the plain values of `dataclasses.asdict`."""
-        known = {one.name for one in dataclasses.fields(Cell)}
         tracks = [Track(**track) for track in data["tracks"]]
-        cell = Cell(**{**{key: data[key] for key in known & set(data)}, "tracks": []})
+        cell = Cell(**{**data, "tracks": []})
         _check_types(cell, f"cell {_short(cell.key)}")
         for track in tracks:
             _check_types(track, f"{_short(track.name)} in cell {_short(cell.key)}")
@@ -193,7 +196,7 @@ class Results:
 
 
 class _DamagedError(Exception):
-    """A value that no benchmark writes."""
+    """Raised for a value that no benchmark writes."""
 
 
 def _check_types(made: Any, what: str) -> None:
@@ -209,14 +212,14 @@ def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value of JSON has the type of an annotation."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, kind) for kind in inner)
     if origin is list:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
     if origin is tuple:
         return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
     if origin is dict:
         return isinstance(value, dict) and all(
-            _fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items()
+            _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
         )
     if hint in (int, float):
         return type(value) in (int, hint) and abs(value) <= _LARGEST  # False for NaN

@@ -9,9 +9,9 @@ from thinwire.tools.bench.results import Cell, Track
 
 WARM_UP = 3
 CLOSE_ENOUGH = 0.005
-"""The relative distance at which a loss counts as reached. Rounding makes exact equality impossible."""
+"""A loss within this relative distance is reached. Rounding makes equality impossible."""
 BASELINE = "BF16"
-"""The program whose speed is shown beside plain DDP's."""
+"""The second baseline after plain DDP."""
 _PARTS = 4
 _BY_STEP = ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds")
 
@@ -22,7 +22,7 @@ Points = list[tuple[int, float]]
 
 
 def close_to(loss: float) -> float:
-    """Return the highest loss that counts as having reached `loss`."""
+    """Return the highest loss that is close enough to `loss`."""
     return loss + CLOSE_ENOUGH * abs(loss)
 
 
@@ -163,7 +163,7 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
     link, floor = limits.floors(track, typical["meter_bytes"] or typical["device_bytes"])
     beyond, exposed = max(0.0, step[1] - limits.compute), typical["exposed_seconds"]
     waiting = beyond if exposed is None else min(beyond, exposed)
-    others = {one.name: one for one in cell.tracks if not one.unavailable}
+    others = {other.name: other for other in cell.tracks if not other.unavailable}
     losses, gaps, reached = _final_losses(track, plain), _gaps(track, plain), _steps_to_plain(track, plain)
     return Row(
         track.name,
@@ -286,7 +286,7 @@ def _ratios(other: Track, own: Track) -> list[float]:
     rounds = min(len(other.step_seconds), len(own.step_seconds))
     theirs = _blocks(other.step_seconds[:rounds], own.cycle)
     ours = _blocks(own.step_seconds[:rounds], own.cycle)
-    return [one / two for one, two in zip(theirs, ours, strict=True)]
+    return [their / our for their, our in zip(theirs, ours, strict=True)]
 
 
 def _speed_up(other: Track | None, own: Track) -> float | None:

@@ -20,7 +20,7 @@ SHORT_LEGEND = (
 LEGEND = (
     "step: median time of forward, backward and update; of averaged models the mean over a period. speed-up:"
     " against plain DDP, median of the rounds' ratios (quartiles). vs BF16, vs torch: the same against BF16()"
-    " and against torch's own for this purpose. buckets: size of DDP's buckets. link floor: bytes /"
+    " and against torch's counterpart. buckets: size of DDP's buckets. link floor: bytes /"
     " bandwidth. floor: max(compute, time of the first gradient + bytes / bandwidth + optimizer); of averaged"
     " models max(compute, bytes / bandwidth). vs floor: step over floor. loss: held-out loss after equal"
     " steps (± over seeds), of averaged models that of the average; vs DDP: against plain DDP's. loss at"
@@ -41,7 +41,7 @@ def compact_of(row: Row) -> list[str]:
     return [reached, step, speed_up, _bytes(sent), gap, _bytes(row.peak_memory)]
 
 
-def plain_name(one: Row | Track) -> str:
+def plain_name(contestant: Row | Track) -> str:
     """Return a contestant's name without Python's brackets and quotes, for headings and legends.
 
     >>> plain_name(Track("DiLoCo(period=16,program=Int4())", "thinwire", ""))
@@ -49,9 +49,9 @@ def plain_name(one: Row | Track) -> str:
     >>> plain_name(Track("PowerSGD(rank=4, factor_dtype='bf16')", "thinwire", ""))
     'PowerSGD, rank 4, factor dtype bf16'
     """
-    if one.kind != "thinwire":
-        return one.name
-    name = one.name.replace("()", "").replace("program=", "")
+    if contestant.kind != "thinwire":
+        return contestant.name
+    name = contestant.name.replace("()", "").replace("program=", "")
     for sign, instead in (("(", ", "), (")", ""), ("=", " "), ("'", ""), ('"', ""), ("_", " ")):
         name = name.replace(sign, instead)
     return ", ".join(part.strip() for part in name.split(",") if part.strip())

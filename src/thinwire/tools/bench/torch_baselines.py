@@ -1,4 +1,4 @@
-"""torch's own hooks and optimizers for the purposes of thinwire's programs and strategies."""
+"""torch's counterparts of thinwire's programs and strategies: hooks and optimizers."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -21,8 +21,8 @@ ONE_BUCKET_MB = 100_000.0
 
 
 @dataclass(frozen=True)
-class Rival:
-    """torch's own way to do what a program or a strategy does.
+class Counterpart:
+    """torch's counterpart of a program or a strategy.
 
     Attributes:
         name: A function from the program to the name in torch, with its main options.
@@ -35,10 +35,10 @@ class Rival:
     bucket_mb: float | None = None
 
 
-def hook_rival(
+def hook_counterpart(
     name: Callable[[Any], str], register: Callable[[DDP, Any], None], bucket_mb: float | None = None
-) -> Rival:
-    """Return a rival that is a communication hook, and leaves the optimizer as it is.
+) -> Counterpart:
+    """Return a counterpart that is a communication hook and does not change the optimizer.
 
     Args:
         name: A function from the program to the hook's name in tables.
@@ -50,11 +50,11 @@ def hook_rival(
         register(ddp, program)
         return make(ddp.parameters())
 
-    return Rival(name, prepare, bucket_mb)
+    return Counterpart(name, prepare, bucket_mb)
 
 
-def _simple(choose: Callable[[], Callable[..., Any]]) -> Rival:
-    return hook_rival(
+def _simple(choose: Callable[[], Callable[..., Any]]) -> Counterpart:
+    return hook_counterpart(
         lambda program: choose().__name__,
         lambda ddp, program: ddp.register_comm_hook(ddp.process_group, choose()),
     )
@@ -114,13 +114,15 @@ def _zero(ddp: DDP, program: thinwire.ZeRO, make: MakeOptimizer) -> Optimizer:
     )
 
 
-RIVALS: dict[str, Rival] = {
+COUNTERPARTS: dict[str, Counterpart] = {
     "Exact": _simple(lambda: torch_hooks.allreduce_hook),
     "FP16": _simple(lambda: torch_hooks.fp16_compress_hook),
     "BF16": _simple(_half_precision),
-    "PowerSGD": hook_rival(_powersgd_name, _register_powersgd, ONE_BUCKET_MB),
-    "LocalSGD": Rival(lambda program: f"PostLocalSGDOptimizer period {program.period}", _post_local_sgd),
-    "ZeRO": Rival(lambda program: "ZeroRedundancyOptimizer", _zero),
+    "PowerSGD": hook_counterpart(_powersgd_name, _register_powersgd, ONE_BUCKET_MB),
+    "LocalSGD": Counterpart(
+        lambda program: f"PostLocalSGDOptimizer period {program.period}", _post_local_sgd
+    ),
+    "ZeRO": Counterpart(lambda program: "ZeroRedundancyOptimizer", _zero),
 }
 """torch's counterparts by the public names of thinwire's programs and strategies.
 

@@ -40,7 +40,7 @@ class Task:
         workload: A built-in name, or `package.module:build`.
         programs: Texts for `parse_program`.
         steps: The number of rounds.
-        bucket_mb: DDP's bucket size. None to use the one that suits each contestant.
+        bucket_mb: DDP's bucket size. None for the best one of each contestant.
         with_torch: Whether to run torch's own hooks too.
         memory: Measure peak memory instead of steps.
         probe: Also measure the network's rate.
@@ -129,7 +129,7 @@ def _join(task: Task, number: int) -> None:
 
 @contextmanager
 def served_store() -> Iterator[None]:
-    """Serve the store of all process groups but 0 from a process of its own, unless torchrun serves one.
+    """Serve the store of all process groups but 0 from a separate process, unless torchrun serves one.
 
     Enter it before any thread is started, because it forks. A store for each process group would need a port
     each, which another program may have taken.
@@ -186,12 +186,12 @@ def main() -> None:
             sys.stdout.write(f"\n{MARK}{json.dumps([kind, value])}\n")
             sys.stdout.flush()
 
-    given = json.loads(sys.argv[1])
-    task = Task(**{**given, "programs": tuple(given["programs"])})
+    fields = json.loads(sys.argv[1])
+    task = Task(**{**fields, "programs": tuple(fields["programs"])})
     try:
         with served_store() if task.memory else nullcontext():
             work(task, report)
-    except SystemExit as error:  # of the user's model, and even sys.exit(0) is no success
+    except SystemExit as error:  # from the user's model; even sys.exit(0) is a failure
         report("error", f"the model's code called sys.exit({error.code})")
         sys.exit(1)
     except Exception as error:

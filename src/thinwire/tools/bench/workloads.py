@@ -21,10 +21,10 @@ from torch.nn import functional
 from thinwire.errors import OptionError
 
 _ENDED_BY_SIGNAL = {128 + number for number in (signal.SIGTERM, signal.SIGHUP)}
-"""The exit codes of the command line after a signal. Other exits within the user's code are its own."""
+"""Exit codes of the command line after a signal. Any other exit is one of the user's code."""
 
 Batch = Callable[[int, int], Any]
-"""A function from a rank and a step to a batch. The same arguments must give the same batch."""
+"""A function from a rank and a step to a batch. Equal arguments must return equal batches."""
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -169,14 +169,14 @@ def find_workload(name: str) -> Workload:
             raise OptionError(f"model={name!r} names no function: write package.module:build, {module}:build")
         if name not in WORKLOADS:
             raise OptionError(
-                f"workload={name!r} is not one of {', '.join(WORKLOADS)}: choose one of these, or give"
+                f"workload={name!r} is not one of {', '.join(WORKLOADS)}: choose one of these, or pass"
                 " --model module:build"
             )
         return WORKLOADS[name]
     build = find_object(name, "model")
     if isinstance(build, type):
         raise OptionError(
-            f"model={name!r} is a class: give a function that returns (model, batch), such as"
+            f"model={name!r} is a class: pass a function that returns (model, batch), such as"
             f" `def build(): return {build.__name__}(), batch`"
         )
     made = call_users(build, f"model={name!r}")
@@ -243,7 +243,7 @@ def find_object(name: str, option: str) -> Any:
 
     Args:
         name: The module and its attribute.
-        option: The option that `name` was given for, for error messages.
+        option: The name of the option, for error messages.
 
     Raises:
         OptionError: The module cannot be imported, or has no such attribute.
@@ -267,7 +267,7 @@ def call_users(function: Callable[[], Any], what: str, signature: str = "") -> A
 
     Args:
         function: The user's code.
-        what: The option that it was given for, for error messages.
+        what: The option and its value, for error messages.
         signature: The arguments that it must take, for the message of a TypeError.
 
     Raises:

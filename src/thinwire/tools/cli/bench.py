@@ -7,18 +7,17 @@ from pathlib import Path
 import click
 
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.plan.load import Load
 from thinwire.tools.bench.advice import advise, summarize
 from thinwire.tools.bench.grid import LOOPBACK, THREADS, Grid, run_grid
+from thinwire.tools.bench.load import Load
 from thinwire.tools.bench.parsing import PROGRAMS, split_programs
 from thinwire.tools.bench.real import LINK, run_here, under_torchrun
 from thinwire.tools.bench.results import Results
 from thinwire.tools.bench.summary import rows
 from thinwire.tools.bench.text import LEGEND
 from thinwire.tools.bench.workloads import WORKLOADS
-from thinwire.tools.cli.output import check_writable, err, out, print_json
+from thinwire.tools.cli.output import check_writable, err, out, print_json, tables, title
 from thinwire.tools.cli.progress import progress
-from thinwire.tools.cli.table import tables, title
 from thinwire.tools.lab.namespaces import way_in
 
 

@@ -21,7 +21,7 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
     "--rate",
     default="100mbit",
     show_default=True,
-    help="Rate of slow links, 100kbit to 100gbit or unlimited. Give one, or one per host or group.",
+    help="Rate of slow links, 100kbit to 100gbit or unlimited. Pass one, or one per host or group.",
 )
 @click.option(
     "--groups", metavar="GxH", help="2x3 makes two groups of three hosts, with slow links between groups."
@@ -87,7 +87,7 @@ def _clean(*, as_json: bool) -> None:
     if as_json:
         print_json({"removed": removed})
     else:
-        err.print(f"removed {removed} leftover lab(s)" if removed else "no leftover labs")
+        err.print(f"removed {removed} orphaned lab(s)" if removed else "no orphaned labs")
 
 
 def _printer(*, to_stderr: bool) -> Callable[[int, str, str], None]:

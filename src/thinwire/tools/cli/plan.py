@@ -11,18 +11,16 @@ import click
 import torch.distributed as dist
 
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.plan.load import measuring
 from thinwire.plan.network import Network
 from thinwire.plan.probe import probe_group
 from thinwire.plan.recommend import MAX_GAP, recommend
-from thinwire.plan.scale import scale
 from thinwire.telemetry.log import Log, is_log
+from thinwire.tools.bench.load import measuring
 from thinwire.tools.bench.real import under_torchrun
 from thinwire.tools.bench.results import Results
 from thinwire.tools.cli.output import check_writable, write_page
-from thinwire.tools.cli.plan_checks import check_log, check_results, show_checks
 from thinwire.tools.cli.plan_request import Request
-from thinwire.tools.cli.plan_tables import show_plan, show_sizes
+from thinwire.tools.cli.plan_tables import check_log, check_results, show_checks, show_plan, show_sizes
 
 _FILE = click.Path(path_type=Path)
 
@@ -42,7 +40,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--up", help="Rate at which a host sends, if it differs from --link.")
 @click.option("--down", help="Rate at which a host receives, if it differs from --link.")
 @click.option("--rtt", default="0.2ms", show_default=True, help="Round trip between two hosts.")
-@click.option("--steps", type=int, help="Steps of the training, to tell how long it takes.")
+@click.option("--steps", type=int, help="Steps of the training, for its predicted duration.")
 @click.option(
     "--programs", help="Programs to compare, as for thinwire bench.  [default: those with known loss]"
 )
@@ -66,10 +64,10 @@ _FILE = click.Path(path_type=Path)
     help="Write a page of curves over hosts and bandwidth.  [default: plan.html]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> None:
+def plan(as_json: bool, check: Path | None, plot: Path | None, **options: Any) -> None:
     """Predict whether compression pays on a network, and recommend a program or none.
 
-    One forward and backward is measured here, unless --compute gives its time, and so is the speed of every
+    One forward and backward is measured here, unless --compute passes its time, and so is the speed of every
     program. Bytes come from the programs themselves. Under torchrun the network between the ranks is probed.
 
     \b
@@ -79,7 +77,7 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **given: Any) -> 
     thinwire plan --check bench.json
     torchrun --nnodes 2 ... -m thinwire plan --model mypackage.train:build
     """  # noqa: D301 - click needs the control character \b, not a raw string
-    request = Request(**given)
+    request = Request(**options)
     if check is not None and not is_log(check):
         results = Results.load(check)
         with measuring():
@@ -110,8 +108,8 @@ def _answer(request: Request, networks: list[Network], *, as_json: bool) -> None
         known, limits = request.known(), request.limits()
         plans = []
         for network in networks:
-            for one in candidates:
-                one.validate(planner.measured.shapes, network.ranks)
+            for candidate in candidates:
+                candidate.validate(planner.measured.shapes, network.ranks)
             rows = planner.rows(candidates, network, known)
             plans.append((network, rows, recommend(rows, network, limits, request.steps)))
     if len(plans) == 1:
@@ -123,15 +121,15 @@ def _answer(request: Request, networks: list[Network], *, as_json: bool) -> None
 def _draw(request: Request, path: Path, *, as_json: bool) -> None:
     """Plan for every world size and rate, and write the page."""
     try:
-        from thinwire.tools.report.plan import render
+        from thinwire.tools.report.plan import render, scale
     except ModuleNotFoundError as error:
         raise UnavailableError(f"the page needs {error.name}: pip install plotly") from error
     networks, candidates = request.networks(), request.candidates()
     with measuring() as timing:
         planner = request.planner(networks[0].ranks)
-        for one in candidates:
+        for candidate in candidates:
             for network in networks:
-                one.validate(planner.measured.shapes, network.ranks)
+                candidate.validate(planner.measured.shapes, network.ranks)
         found = scale(planner, candidates, networks, request.known(), request.limits())
     page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}".rstrip("."))
     write_page(path, page, as_json=as_json)

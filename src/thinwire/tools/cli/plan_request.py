@@ -26,12 +26,12 @@ from thinwire.tools.cli.output import err
 
 MOST_HOSTS = 1 << 16
 _STEPS = 2000
-"""The length of a training that is not given. Programs are planned for its middle."""
+"""The default length of a training. Programs are planned for its middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options as the user gave them.
+    """The options as the user wrote them.
 
     Each is described in the help of `thinwire plan`.
 
@@ -60,9 +60,9 @@ class Request:
         self.limits()
 
     def limits(self) -> Limits:
-        """Return what a recommendation must respect."""
+        """Return the constraints of a recommendation."""
         memory = None if self.max_memory is None else parse_bytes(self.max_memory, "max-memory")
-        excluded = [one for one in split_programs(self.exclude) if one]
+        excluded = [name for name in split_programs(self.exclude) if name]
         return Limits(gap=parse_share(self.max_gap, "max-gap"), memory=memory, exclude=excluded)
 
     def known(self) -> Known:
@@ -79,7 +79,7 @@ class Request:
         return [] if self.programs is None else split_programs(self.programs)
 
     def candidates(self) -> list[Candidate]:
-        """Return what to compare with plain DDP."""
+        """Return the candidates to compare with plain DDP."""
         texts = list(DEFAULTS) if self.programs is None else self.named
         return [Candidate.of(text, parse_program(text)) for text in texts]
 
@@ -98,7 +98,7 @@ class Request:
             text = self.link if own is None else own
             if text is None:
                 raise OptionError(
-                    "link is missing: give --link 100mbit, or --up and --down; under torchrun the network is"
+                    "pass --link 100mbit, or --up and --down: there is no rate; under torchrun the network is"
                     " probed"
                 )
             rates.append(FRAMING * parse_rate(text, "link" if own is None else name))
@@ -117,7 +117,7 @@ class Request:
         return Planner(measured, step=(self.steps or _STEPS) // 2, speeds=speeds)
 
     def words(self) -> str:
-        """Return the model and its step in words."""
+        """Return a description of the model and its step."""
         numbers = sum(shape.numel() for shape in self.measured.shapes.values())
         step = show_seconds(self.measured.compute.step)
         name = self.model or "a transformer"
@@ -125,24 +125,26 @@ class Request:
 
     @cached_property
     def measured(self) -> Measured:
-        """The model's shapes, and its step as measured here or given."""
+        """The model's shapes, and its step as measured here or passed by --compute."""
         seconds = None if self.compute is None else parse_seconds(self.compute, "compute")
         if seconds is not None and seconds <= 0:
-            raise OptionError(f"compute={self.compute!r} must be above 0: give the time of a step, as 0.4s")
+            raise OptionError(
+                f"compute={self.compute!r} must be above 0: pass the time of a step, such as 0.4s"
+            )
         if (self.model is None) == (self.parameters is None):
-            raise OptionError("give either --model module:build, or --parameters 7e9 with --compute 0.4s")
+            raise OptionError("pass either --model module:build, or --parameters 7e9 with --compute 0.4s")
         if self.model is not None:
             return _of_model(self.model, seconds)
         assert self.parameters is not None
         if not 1 <= self.parameters < 1e15:
-            raise OptionError(f"parameters={self.parameters:g} must be at least 1: give a count such as 7e9")
+            raise OptionError(f"parameters={self.parameters:g} must be at least 1: pass a count such as 7e9")
         if seconds is None:
-            raise OptionError("parameters needs --compute: give the time of a step, such as --compute 0.4s")
+            raise OptionError("--parameters needs --compute: pass the time of a step, such as --compute 0.4s")
         return assumed(transformer_shapes(self.parameters), seconds, TRANSFORMER)
 
 
 def _of_model(name: str, seconds: float | None) -> Measured:
-    """Return a model's shapes and its step, of which only shapes are needed where the time is given."""
+    """Return a model's shapes and its step. With `seconds` the model is built without values."""
     with redirect_stdout(sys.stderr):
         if seconds is None:
             check_workload(name)
@@ -186,10 +188,10 @@ def world_sizes(text: str | None) -> list[int]:
     ([8], [2, 4], [2, 4, 8, 16])
     """
     if text is None:
-        raise OptionError("hosts is missing: give the number of hosts, such as --hosts 8, or a range 2..4096")
+        raise OptionError("pass --hosts: the number of hosts, such as --hosts 8, or a range 2..4096")
     first, dots, last = text.partition("..")
     try:
-        found = [int(one) for one in ((first, last) if dots else text.split(","))]
+        found = [int(number) for number in ((first, last) if dots else text.split(","))]
     except ValueError:
         raise OptionError(f"hosts={text!r} does not parse: write 8, or 2,4,8, or a range 2..4096") from None
     for count in found:

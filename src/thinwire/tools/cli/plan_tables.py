@@ -1,20 +1,29 @@
-"""The tables of `thinwire plan`."""
+"""The tables of `thinwire plan`: predicted costs for one or more networks, or compared with measurements."""
 
+import statistics
+from collections.abc import Collection
 from typing import Any
 
-from thinwire.plan.load import Timing
+from thinwire.errors import OptionError, StateError
+from thinwire.plan.compute import Measured
 from thinwire.plan.network import Network
 from thinwire.plan.planner import Row
 from thinwire.plan.recommend import Recommendation
 from thinwire.plan.text import LEGEND, TIME, TRADE, Lines, as_data, sources, time_of, trade_of
 from thinwire.plan.units import show_bytes, show_seconds
+from thinwire.telemetry.log import Log
+from thinwire.tools.bench.load import Timing
 from thinwire.tools.bench.parsing import attach_line
-from thinwire.tools.cli.output import err, out, print_json
-from thinwire.tools.cli.table import text_table
+from thinwire.tools.bench.predict import TERMS, Prediction, predict, predict_log
+from thinwire.tools.bench.results import Results
+from thinwire.tools.cli.output import err, out, print_json, text_table
+from thinwire.tools.cli.plan_request import Request, measure_workload, say_left_out
 
 SIZES = ("plain DDP", "bytes", "computing", "step", "speed-up", "bytes", "computing", "use", "or")
 
 Plan = tuple[Network, list[Row], Recommendation]
+Checks = dict[str, list[Prediction]]
+"""Predictions by the name of the measurement."""
 
 
 def lines_of(advice: Recommendation) -> Lines:
@@ -77,3 +86,96 @@ def show_sizes(plans: list[Plan], timing: Timing, *, as_json: bool) -> None:
 
 def _size_of(row: Row) -> list[str]:
     return [show_seconds(row.cost.step), show_bytes(row.cost.bytes), f"{row.cost.utilisation:.0%}"]
+
+
+def check_results(results: Results, model: str | None, named: Collection[str]) -> Checks:
+    """Return the predictions for all cells of a results file.
+
+    Args:
+        results: The results.
+        model: The model that the user named. The code of another one is not imported.
+        named: The programs that the user named. The code of others is not imported.
+
+    Raises:
+        StateError: No cell has measurements.
+        OptionError: The results are of code that the user did not name.
+    """
+    models: dict[str, Measured] = {}
+    found: Checks = {}
+    cores = int(results.machine.get("cores", "1"))
+    for cell in results.cells:
+        if cell.error is not None:
+            continue
+        if ":" in cell.workload and cell.workload != model:
+            raise OptionError(
+                f"the results are of the model {cell.workload!r}, and a file may not choose code to run: if"
+                f" it is yours, pass --model {cell.workload}"
+            )
+        if cell.workload not in models:
+            models[cell.workload] = measure_workload(cell.workload)
+        name = f"{cell.workload}, {cell.network}"
+        found[name] = predict(cell, models[cell.workload], cores, named=named)
+    say_left_out(results, named)
+    if not found:
+        raise StateError("the results file has no cell with measurements: run thinwire bench again")
+    return found
+
+
+def check_log(request: Request, log: Log) -> Prediction:
+    """Return the prediction for a training log.
+
+    Raises:
+        OptionError: The options do not name exactly one program.
+    """
+    candidates = request.candidates() if request.programs else []
+    if len(candidates) != 1:
+        raise OptionError("pass --programs: a check of a log needs the program that ran, as --programs Int8")
+    network = request.network(log.world_size) if request.hosts is None else request.networks()[0]
+    return predict_log(log, request.planner(network.ranks), candidates[0], network)
+
+
+def show_checks(checks: Checks, *, as_json: bool) -> None:
+    """Print predicted and measured terms, and the errors of steps."""
+    if as_json:
+        print_json({name: [_data(prediction) for prediction in found] for name, found in checks.items()})
+        return
+    for name, found in checks.items():
+        out.print(f"\n{name}\n", style="bold")
+        lines = [
+            (prediction.name, [_pair(prediction, term) for term in TERMS], False) for prediction in found
+        ]
+        out.print(text_table(TERMS, lines), "", soft_wrap=False)
+    errors = [
+        abs(error)
+        for found in checks.values()
+        for prediction in found
+        if (error := prediction.error()) is not None
+    ]
+    if errors:
+        out.print(
+            f"error of steps: median {statistics.median(errors):.0%}, worst {max(errors):.0%} of"
+            f" {len(errors)}",
+            style="bold",
+        )
+    err.print("each: predicted / measured (error)", style="dim")
+
+
+def _pair(prediction: Prediction, term: str) -> str:
+    predicted, measured, error = (
+        getattr(prediction.predicted, term),
+        prediction.measured.get(term),
+        prediction.error(term),
+    )
+    show = show_bytes if term == "bytes" else show_seconds
+    if measured is None or error is None:
+        return f"{show(predicted)} / -"
+    return f"{show(predicted)} / {show(measured)} ({error:+.0%})"
+
+
+def _data(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "name": prediction.name,
+        "predicted": {term: getattr(prediction.predicted, term) for term in TERMS},
+        "measured": dict(prediction.measured),
+        "error": prediction.error(),
+    }

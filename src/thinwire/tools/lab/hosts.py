@@ -44,7 +44,7 @@ class Hosts(Protocol):
         """
 
     def bytes_between(self) -> list[int] | None:
-        """Return the bytes that each group of hosts has sent to others so far, or None without groups.
+        """Return the bytes that each group of hosts has sent to other groups so far.
 
         Returns:
             One count for each group, or None without groups.

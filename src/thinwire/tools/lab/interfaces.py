@@ -37,7 +37,10 @@ def interfaces() -> list[Interface]:
     names = sorted(path.name for path in _CLASS.iterdir()) if _CLASS.exists() else []
     up = [name for name in names if _read(name, "operstate") in ("up", "unknown")]
     found = [Interface(name, _address(name), _speed(name)) for name in up]
-    return sorted((one for one in found if one.address), key=lambda one: (one.name == "lo", one.name))
+    return sorted(
+        (interface for interface in found if interface.address),
+        key=lambda interface: (interface.name == "lo", interface.name),
+    )
 
 
 def default_route() -> str | None:
@@ -58,16 +61,18 @@ def gloo_interface(up: list[Interface]) -> tuple[Interface | None, str]:
     named = os.environ.get(VARIABLE)
     if named:
         first = named.split(",")[0]
-        return next((one for one in up if one.name == first), None), f"by {VARIABLE}={named}"
+        return next(
+            (interface for interface in up if interface.name == first), None
+        ), f"by {VARIABLE}={named}"
     try:
         own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
     except OSError:
         own = set()
-    found = next((one for one in up if one.address in own), None)
+    found = next((interface for interface in up if interface.address in own), None)
     if found is not None:
         return found, f"by the address of the host name {socket.gethostname()}"
-    if any(one.startswith("127.") for one in own) or not own:
-        loopback = next((one for one in up if one.name == "lo"), None)
+    if any(address.startswith("127.") for address in own) or not own:
+        loopback = next((interface for interface in up if interface.name == "lo"), None)
         return loopback, f"as the host name {socket.gethostname()} has no other address"
     return None, f"by the host name {socket.gethostname()}, whose address no interface has"
 

@@ -4,6 +4,10 @@ A shell is the first process of a new process namespace. It builds the network a
 pipe that the opener holds. The pipe closes when the opener ends by return, exception, Ctrl-C or kill -9. The
 shell then ends, and the kernel kills every process of that namespace and removes its network. Nothing in a
 lab is visible outside of it. Labs therefore cannot collide, and need no clean-up.
+
+Named namespaces (`ip netns add`) would outlive a killed owner, and need a clean-up that itself can be killed.
+Here hosts are anonymous namespaces, each kept by a sleeping process and entered by `nsenter`, so that a lab
+needs no `/run/netns`, no root, and no name that two labs could both use.
 """
 
 import os
@@ -29,6 +33,8 @@ _PACKAGES = {
     "nsenter": "util-linux",
     "mount": "mount",
 }
+# --fork: `unshare` itself stays outside of the process namespace, and its child becomes process 1 in it.
+# --kill-child: if `unshare` is killed, process 1 is too, and the kernel ends all others with it.
 _SPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child"]
 
 
@@ -114,6 +120,7 @@ class Lab:
 
     def environment(self, host: int) -> Mapping[str, str]:
         """Return the variables of one host. The rendezvous is on host 0."""
+        # Every lab has its own network, so the port cannot be in use.
         own = rendezvous(host, self.count, self.network.address(0), _PORT, INTERFACE)
         return {**own, "THINWIRE_LAB": str(self.network)}
 
@@ -164,6 +171,7 @@ class Lab:
 
     def _entering(self, host: int, command: Sequence[str]) -> list[str]:
         """Return a command that enters the lab, then the host, whose process id is valid only in the lab."""
+        # Two steps: the process id of a host's keeper is valid only in the lab's process namespace.
         keeper = self._open().pid
         own_user = ["--user", "--preserve-credentials"] if self._as_user else []
         lab = [
@@ -172,6 +180,7 @@ class Lab:
             str(keeper),
             *own_user,
             "--mount",
+            # `unshare` runs outside of the process namespace that it made. Its children run inside.
             f"--pid=/proc/{keeper}/ns/pid_for_children",
         ]
         here = ["env", "--chdir", os.getcwd()]  # nsenter --mount changes the working directory to /
@@ -210,6 +219,7 @@ def way_in() -> list[str]:
             f"the lab needs the command {absent[0]!r}, which is not installed: apt-get install {packages}"
         )
     mapped = ["--user", "--map-root-user"]
+    # Root in a container may still be denied, and then a user namespace may work.
     for way in [[], mapped] if os.geteuid() == 0 else [mapped]:
         attempt = try_inside(way, "mount -t proc proc /proc")
         if attempt.returncode == 0:
@@ -288,5 +298,5 @@ def _build_error(said: str, network: Network) -> LabError | UnavailableError:
             f"this kernel cannot emulate delay or loss (netem: {said}): leave --delay and --loss out, or load"
             " the module sch_netem"
         )
-    said = said or "no reason given"
+    said = said or "no error message"
     return LabError(f"the network could not be built ({said}): run `thinwire doctor` to see what is missing")

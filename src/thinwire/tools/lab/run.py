@@ -1,4 +1,4 @@
-"""Execution of one command on every host. The first failure stops the command on all hosts."""
+"""Runs one command on every host. The first failure stops it on all hosts."""
 
 import os
 import queue
@@ -143,6 +143,7 @@ def _follow(
 
 def _stop(processes: list[subprocess.Popen[str]]) -> None:
     """Send SIGTERM to every running session, and SIGKILL to all sessions after a grace period."""
+    # A process that has ended may leave children in its session, so SIGKILL is sent to all sessions.
     running = [process for process in processes if process.poll() is None]
     deadline = time.monotonic() + _GRACE_SECONDS
     for process in running:

@@ -108,7 +108,7 @@ def _marks(name: str, names: list[str], seconds: list[float | None], colour: str
         "mode": "markers",
         "name": name,
         "y": names,
-        "x": [None if one is None else 1e3 * one for one in seconds],
+        "x": [None if second is None else 1e3 * second for second in seconds],
         "marker": {"symbol": "line-ns-open", "size": 22, "color": colour, "line": {"width": 3}},
         "hovertemplate": f"%{{x:.1f}} ms<extra>{name}</extra>",
     }

@@ -28,6 +28,8 @@ def frame(title: str, body: str) -> str:
         title: The title as plain text.
         body: The content as HTML.
     """
+    # plotly.js (4.8 MB) is inlined: the page must be interactive without network access. A smaller library
+    # would have to be vendored and kept up to date here.
     template = Template((files("thinwire.tools.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(title=escape(title), body=body, plotly=get_plotlyjs())
 
@@ -82,7 +84,7 @@ def cells(values: Iterable[str]) -> str:
 
 
 def fold(title: str, body: str) -> str:
-    """Return the HTML of a part that the reader unfolds.
+    """Return the HTML of a section that the reader unfolds.
 
     Args:
         title: The heading as plain text.

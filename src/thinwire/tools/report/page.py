@@ -31,7 +31,7 @@ def render(results: Results) -> str:
     """Return the whole page as HTML."""
     measured = [cell for cell in results.cells if rows(cell)]
     palette = Palette(measured)
-    settings = {name: one for name, one in results.settings.items() if name not in results.machine}
+    settings = {name: value for name, value in results.settings.items() if name not in results.machine}
     facts = f"{_facts('Machine', results.machine)}{_facts('Settings', settings)}"
     parts = (
         "".join(_advice(cell) for cell in results.cells),

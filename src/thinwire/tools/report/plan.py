@@ -1,17 +1,23 @@
-"""The HTML page of a plan: curves over world sizes and rates of links, and what to use where."""
+"""Plans over many world sizes and rates of links, and their HTML page."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from thinwire.plan.candidates import PLAIN_DDP, Candidate
 from thinwire.plan.cost import Cost
-from thinwire.plan.planner import Row
-from thinwire.plan.recommend import Recommendation
-from thinwire.plan.scale import Curve, Scale
+from thinwire.plan.gaps import Known
+from thinwire.plan.network import FRAMING, Network
+from thinwire.plan.planner import Planner, Row
+from thinwire.plan.recommend import Limits, Recommendation, recommend
 from thinwire.plan.text import LEGEND
 from thinwire.plan.units import show_rate, show_seconds
 from thinwire.tools.report.frame import COLOURS, GREY, Figure, cells, frame, line, plot, table
 from thinwire.tools.report.frame import command as command_line
+
+RATES = (1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10)
+"""Bits per second, 100 Mbit/s to 25 Gbit/s."""
 
 _MEASURES: tuple[tuple[str, str, Callable[[Cost], float], str], ...] = (
     ("Step time", "ms per step", lambda cost: 1e3 * cost.step, "log"),
@@ -20,13 +26,82 @@ _MEASURES: tuple[tuple[str, str, Callable[[Cost], float], str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One candidate's costs over world sizes or rates."""
+
+    candidate: Candidate
+    costs: tuple[Cost, ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Plans over world sizes at one link, and over rates at one world size.
+
+    Attributes:
+        network: The link that the user described, with the largest world size.
+        sizes: The world sizes.
+        rates: The rates of links, headers included.
+        by_size: A curve over world sizes for each candidate, plain DDP first.
+        by_rate: A curve over rates for each candidate, at the largest world size.
+        advice: The recommendation for each world size and rate, as `advice[size][rate]`.
+    """
+
+    network: Network
+    sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+    by_size: list[Curve]
+    by_rate: list[Curve]
+    advice: list[list[Recommendation]]
+
+
+def scale(
+    planner: Planner,
+    candidates: Sequence[Candidate],
+    networks: Sequence[Network],
+    known: Known,
+    limits: Limits,
+) -> Scale:
+    """Plan for every world size and rate.
+
+    Args:
+        planner: The planner.
+        candidates: The ways to train that are compared with plain DDP.
+        networks: The network that the user described, once for each world size.
+        known: Measured loss gaps.
+        limits: The constraints of recommendations.
+    """
+    every = [PLAIN_DDP, *candidates]
+    largest = networks[-1]
+    by_size = [
+        Curve(candidate, tuple(planner.cost(candidate, there) for there in networks)) for candidate in every
+    ]
+    faster = [at_rate(largest, rate) for rate in RATES]
+    by_rate = [
+        Curve(candidate, tuple(planner.cost(candidate, there) for there in faster)) for candidate in every
+    ]
+    advice = []
+    for network in networks:
+        there = [at_rate(network, rate) for rate in RATES]
+        found = [
+            recommend(planner.quick_rows(candidates, network, known), network, limits) for network in there
+        ]
+        advice.append(found)
+    return Scale(largest, tuple(network.ranks for network in networks), RATES, by_size, by_rate, advice)
+
+
+def at_rate(network: Network, rate: float) -> Network:
+    """Return the network with another rate of all links in both directions."""
+    return replace(network, link=replace(network.link, up=FRAMING * rate, down=FRAMING * rate))
+
+
 def render(found: Scale, command: str, model: str) -> str:
     """Return the whole page as HTML.
 
     Args:
         found: The plans.
         command: The command line that made them.
-        model: The model, in words.
+        model: A description of the model.
     """
     link = found.network.link
     there = f"{show_rate(float(f'{link.up:.3g}'))} for data, {show_seconds(2 * link.latency)} round trip"
@@ -46,9 +121,9 @@ def render(found: Scale, command: str, model: str) -> str:
 
 
 def _advice(found: Scale) -> str:
-    """Return a table of what to use, by world size and rate."""
+    """Return a table of recommendations by world size and rate."""
     body = "".join(
-        f"<tr><th scope='row'>{count} hosts</th>{cells(_use(one) for one in row)}</tr>"
+        f"<tr><th scope='row'>{count} hosts</th>{cells(_use(advice) for advice in row)}</tr>"
         for count, row in zip(found.sizes, found.advice, strict=True)
     )
     return (
@@ -60,7 +135,7 @@ def _advice(found: Scale) -> str:
 
 
 def _use(advice: Recommendation) -> str:
-    """Return the program and its alternative in few letters, as there are many columns."""
+    """Return the program and its alternative in few letters, because the table has many columns."""
     if advice.row is None:
         return "don't"
     return "\nor ".join(_short(row) for row in (advice.row, advice.alternative) if row)
@@ -107,5 +182,5 @@ def _figure(
 
 
 def _dash(number: int) -> str:
-    """Return a line's pattern, as there are more lines than colours."""
+    """Return a line's pattern. There are more lines than colours."""
     return "solid" if number <= len(COLOURS) else "dash"

@@ -60,10 +60,10 @@ def _title(name: str) -> str:
 
 def logged_by_step(log: Log, name: str) -> Figure:
     """Draw a value that the training loop logged."""
-    one = log.logged[name]
-    data = [_drawn(name, _thin(one.steps, one.values, _mean), _BLUE, "%{y:.5g} at step %{x}")]
+    logged = log.logged[name]
+    data = [_drawn(name, _thin(logged.steps, logged.values, _mean), _BLUE, "%{y:.5g} at step %{x}")]
     axis = {"title": {"text": name, "standoff": 12}, "tickformat": "~g"}
-    return _figure(data, axis, _bunch(one.steps), "mean")
+    return _figure(data, axis, _bunch(logged.steps), "mean")
 
 
 def bytes_by_step(log: Log) -> Figure:
@@ -106,11 +106,13 @@ def error_by_step(log: Log, events: Sequence[Event]) -> Figure:
     data = []
     worst = sorted(log.parameters, key=lambda name: max(log.parameters[name].errors), reverse=True)[:_WORST]
     for name, colour in zip(worst, (_AMBER, _GREEN, _PINK, _SKY), strict=False):
-        one = log.parameters[name]
-        drawn = _drawn(name, _thin(one.steps, one.errors, _largest), colour, hover)
+        parameter = log.parameters[name]
+        drawn = _drawn(name, _thin(parameter.steps, parameter.errors, _largest), colour, hover)
         drawn["line"] |= {"width": 1}
         data.append(drawn)
-    together = _drawn("all together", _thin(steps, [one.error for one in log.audits], _largest), _BLUE, hover)
+    together = _drawn(
+        "all together", _thin(steps, [audit.error for audit in log.audits], _largest), _BLUE, hover
+    )
     together["line"] |= {"width": 3}
     data += [together, *_acted(events)]
     return _figure(data, _axis("relative error", data), _bunch(steps), "largest")
@@ -147,7 +149,7 @@ def _figure(data: list[dict[str, Any]], axis: dict[str, Any], bunch: int, what: 
 
 def _axis(title: str, data: list[dict[str, Any]], *, may_be_log: bool = True) -> dict[str, Any]:
     """Return an axis that starts at zero, or a logarithmic one if values differ widely."""
-    values = [value for one in data for value in one["y"] if value and math.isfinite(value)]
+    values = [value for trace in data for value in trace["y"] if value and math.isfinite(value)]
     spread = max(values) / min(values) if values and may_be_log else 1
     axis: dict[str, Any] = {"title": {"text": title, "standoff": 12}, "tickformat": "~g"}
     ticks = "D2" if spread < _SPREAD**2 else 1  # 1, 2 and 5 of each power of ten, or just these

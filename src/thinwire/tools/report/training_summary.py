@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from statistics import fmean, median
 
 from thinwire.engine.meter import GRADIENTS, MODELS
-from thinwire.telemetry.log import UNKNOWN, Audited, Log, Series
+from thinwire.telemetry.log import Audited, Log, Series
 
 _STUCK = 3
 _AS_MUCH = 1.02
@@ -37,14 +37,13 @@ class Summary:
         steps: The number of different steps.
         sent: Bytes in total.
         for_audits: The part of `sent` that audits took for exact means.
-        ddp: Bytes that plain DDP would have sent. None if a step does not record it.
+        ddp: Bytes that plain DDP would have sent. None if none would have been sent.
         own_when_audited: Bytes that programs sent in audited exchanges, to compare with `for_audits`.
         wire: Seconds with a collective in flight. None if not measured.
         exposed: Seconds that backward waited for the network. None if not measured.
         overflows: The number of skipped steps.
         overflows_in_a_row: The largest number of consecutive skipped steps.
         stuck: Whether the log ends with several skipped steps.
-        repeats: Repeated steps in a log that does not record overflows.
         resumes: Pairs of a step and the earlier step that follows it in the log.
         audits: The number of audits.
         latest: The latest audit, or None.
@@ -67,7 +66,6 @@ class Summary:
     overflows: int
     overflows_in_a_row: int
     stuck: bool
-    repeats: int
     resumes: tuple[tuple[int, int], ...]
     audits: int
     latest: Audited | None
@@ -106,32 +104,29 @@ def summarise(log: Log) -> Summary:
     every = list(log.series.values())
     gradients = log.series.get(GRADIENTS, Series())
     steps, overflowed = gradients.steps, [fact == 1 for fact in gradients.overflowed]
-    unknown = (fact == UNKNOWN for fact in gradients.overflowed[1:])
-    for_audits = sum(sum(one.audit) for one in every)
-    times = [one for one in gradients.ended if not math.isnan(one)]
+    for_audits = sum(sum(series.audit) for series in every)
     compressed, exact = _step_seconds(gradients)
     averages = MODELS in log.series  # most steps exchange nothing, and the median would hide the others
     return Summary(
         steps=len(set(steps)),
-        sent=sum(sum(one.own) for one in every) + for_audits,
+        sent=sum(sum(series.own) for series in every) + for_audits,
         for_audits=for_audits,
-        ddp=None if UNKNOWN in gradients.ddp else sum(gradients.ddp) or None,
+        ddp=sum(gradients.ddp) or None,
         own_when_audited=sum(
-            own for one in every for own, audit in zip(one.own, one.audit, strict=True) if audit
+            own for series in every for own, audit in zip(series.own, series.audit, strict=True) if audit
         ),
-        wire=_known(second for one in every for second in one.wire),
-        exposed=_known(second for one in every for second in one.exposed),
+        wire=_known(second for series in every for second in series.wire),
+        exposed=_known(second for series in every for second in series.exposed),
         overflows=sum(overflowed),
         overflows_in_a_row=max((len(list(run)) for fact, run in groupby(overflowed) if fact), default=0),
         stuck=overflowed[-_STUCK:] == [True] * _STUCK,
-        repeats=sum(then == now for (then, now), old in zip(pairwise(steps), unknown, strict=True) if old),
         resumes=tuple((then, now) for then, now in pairwise(steps) if now < then),
         audits=len(log.audits),
         latest=log.audits[-1] if log.audits else None,
         worst=_worst(log.audits) if log.audits else None,
         events=events_of(log),
-        began=min(times, default=None),
-        ended=max(times, default=None),
+        began=min(gradients.ended, default=None),
+        ended=max(gradients.ended, default=None),
         step=(fmean(compressed) if averages else median(compressed)) if compressed else None,
         exact_step=median(exact) if len(exact) >= _FEWEST_EXACT else None,
         exact_steps=len(exact),

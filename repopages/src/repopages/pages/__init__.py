@@ -1,0 +1,1 @@
+"""Pages as Markdown, and the keywords that lead to them."""

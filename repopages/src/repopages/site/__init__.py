@@ -1,0 +1,1 @@
+"""The site: Sphinx runs on the pages, sources are highlighted, links are checked."""

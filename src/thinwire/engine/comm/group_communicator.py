@@ -1,0 +1,133 @@
+"""Collectives issued to torch.distributed, on a process group of thinwire's own."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from thinwire.engine.comm.collectives import Issuer
+from thinwire.engine.comm.communicator import NotConnectedError
+from thinwire.engine.comm.messages import Mailbox, Messaged, cut
+from thinwire.engine.comm.process_group import HiddenGroup, new_group, on_gloo, time_limit
+from thinwire.engine.comm.rendezvous import StoreRendezvous
+from thinwire.engine.ops import Collective
+from thinwire.errors import WireError
+
+_REPORT_LIMIT = timedelta(seconds=3)
+
+
+class GroupCommunicator(Issuer):
+    """An issuer of collectives over the ranks of `parent`, on a process group of thinwire's own.
+
+    `open` makes the group, and every rank must call it at the same point. A group of one needs no network
+    and makes no process group.
+
+    Args:
+        parent: The ranks to communicate with.
+        limit: The time within which a failure is raised. None takes that of `parent`. A part of it,
+            `report_limit`, is kept for collecting the other ranks' reports of the failure, and collectives
+            time out before it begins.
+    """
+
+    registered = True
+
+    def __init__(self, parent: dist.ProcessGroup, limit: timedelta | None = None) -> None:
+        self.rendezvous = StoreRendezvous(parent, limit)
+        self._rank, self._size = parent.rank(), parent.size()
+        self.limit = limit or time_limit(parent)
+        self.report_limit = min(_REPORT_LIMIT, self.limit / 5)
+        self._parent = parent
+        self._name = ""
+        self._group: dist.ProcessGroup | None = None
+        self._on_gloo = False
+        self._mailboxes: dict[dist.ProcessGroup, Mailbox] = {}
+        self._hidden: list[HiddenGroup] = []
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def open(self) -> None:
+        """Make the process group. Later calls do nothing."""
+        if self.size == 1 or self._group is not None:
+            return
+        self._name = f"thinwire_{self.rendezvous.count('group')}"
+        hidden = self._connect_hidden(range(self.size), self._name)
+        self._group = hidden.group
+        self._on_gloo = on_gloo(hidden.group)
+        self.rendezvous = StoreRendezvous(hidden.group, self.limit, hidden.store)
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Make a process group of some of the ranks, this one among them, for the caller to keep.
+
+        Only those ranks take part. Subgroups are numbered, so every rank must make the same number of calls.
+
+        Args:
+            ranks: The members, as ranks of the whole group.
+
+        Returns:
+            The process group, which `close` does not destroy.
+
+        Raises:
+            NotConnectedError: A member did not connect in time.
+        """
+        return self._connect(ranks, f"thinwire_subgroup_{self.rendezvous.count('subgroup')}_from_{ranks[0]}")
+
+    def abort(self) -> None:
+        """Fail all collectives in flight at once, on this rank and the others. Only Gloo can do so."""
+        for hidden in self._hidden if self._on_gloo else ():
+            if hidden.usable:
+                cut(hidden.group)
+
+    def close(self) -> None:
+        """Destroy the process group. Collectives still in flight on other ranks fail there."""
+        hidden, self._hidden = self._hidden, []
+        self._group, self._subgroups, self._mailboxes = None, {}, {}
+        while hidden:
+            hidden.pop().destroy()
+
+    def in_any_order(self, op: Collective) -> bool:
+        """Return whether a collective is sent as messages, which are matched by tags and need no order."""
+        return self._on_gloo and op.tensor.device.type == "cpu" and isinstance(op, Messaged)
+
+    def _route(self, op: Collective) -> tuple[dist.ProcessGroup, Mailbox | None]:
+        group = self._group
+        if group is None:
+            raise WireError(f"{op} was issued on a closed wire: its DDP model is gone")
+        if op.ranks is not None:
+            if op.ranks not in self._subgroups:  # these ranks make their group on its first use
+                name = f"{self._name}_among_{'_'.join(map(str, op.ranks))}"
+                self._subgroups[op.ranks] = self._connect_hidden(op.ranks, name).group
+            group = self._subgroups[op.ranks]
+        if not self.in_any_order(op):
+            return group, None
+        if group not in self._mailboxes:
+            self._mailboxes[group] = Mailbox(group)
+        return group, self._mailboxes[group]
+
+    def _connect_hidden(self, ranks: Sequence[int], name: str) -> HiddenGroup:
+        hidden = HiddenGroup(self._connect(ranks, name))
+        self._hidden.append(hidden)
+        return hidden
+
+    def _connect(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        rendezvous, limit = self.rendezvous, self.limit - self.report_limit
+        try:
+            return rendezvous.within(
+                self.limit, lambda: new_group(self._parent, ranks, name, rendezvous.store, limit)
+            )
+        except WireError:
+            raise
+        except RuntimeError as error:
+            failure = error
+        rendezvous.ask(lambda store: store.check([name]), self.report_limit)  # raises if the store has failed
+        raise NotConnectedError(
+            f"rank {rendezvous.ranks[self.rank]} could not connect to {rendezvous.text(ranks)}: {failure}"
+        ) from failure
