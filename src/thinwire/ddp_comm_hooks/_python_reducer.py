@@ -67,7 +67,7 @@ def _only_group() -> tuple[str, int]:
 
 
 def _living_groups() -> set[dist.ProcessGroup]:
-    return {one.process_group for one in living_models() if uses_python_reducer(one)}
+    return {model.process_group for model in living_models() if uses_python_reducer(model)}
 
 
 mark_constant(_only_group)

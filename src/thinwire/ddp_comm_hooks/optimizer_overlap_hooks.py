@@ -180,7 +180,8 @@ def register_optimizer_overlap(
         register_optimizer_overlap(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3))
     """
     optimizer = unwrapped(optimizer)
-    lock, held = threading.Lock(), {id(one) for group in optimizer.param_groups for one in group["params"]}
+    lock = threading.Lock()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     checked_scalers: list[bool] = []
 
     def step(bucket: dist.GradBucket) -> None:

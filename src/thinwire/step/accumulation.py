@@ -44,7 +44,8 @@ class Accumulation:
         if self._latest is not None:
             parameter, gradient = self._latest
             self._added = self._added or parameter.grad is gradient  # zero_grad() would have dropped it
-        held = [(one, one.grad) for one in self._model.parameters().values() if one.grad is not None]
+        parameters = self._model.parameters().values()
+        held = [(each, each.grad) for each in parameters if each.grad is not None]
         self._latest = min(held, key=lambda pair: pair[0].numel(), default=None)
 
     def stop(self) -> None:
