@@ -18,7 +18,7 @@ KILOBYTES = (256, 512, 1024, 2048, 4096, 1 << 20)
 class Sized(TwoShot):
     """TwoShot in slices of about `preferred_bytes`."""
 
-    preferred_bytes: int = 1 << 20  # type: ignore[misc]
+    preferred_bytes: int = 1 << 20
 
 
 def Int8InSlices(kilobytes: int = 1024) -> Program:  # noqa: N802 - reads as a program

@@ -80,14 +80,13 @@ from thinwire.plan.auto import Auto
 from thinwire.programs.across_nodes import AcrossNodes
 from thinwire.programs.allreduce import BF16, FP16, Exact, Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
-from thinwire.programs.gathered import Gathered
+from thinwire.programs.gathered import Gathered, SparseMean
 from thinwire.programs.memory import Memory
 from thinwire.programs.partition import Partition
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import FP8, Int2, Int4, Int8, RandomK, Sign, TopK
 from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.programs.rules import Size
-from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 from thinwire.programs.warmup import Warmup
 from thinwire.step.strategy import Configuration, Context, Strategy, Target

@@ -14,8 +14,7 @@ from thinwire.errors import AttachError, OptionError
 from thinwire.monitors.audit import AuditRecord
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import described
-from thinwire.programs.explain import explain, explain_buckets
-from thinwire.programs.rules import choose
+from thinwire.programs.rules import choose, explain, explain_buckets
 from thinwire.step.loading import load_state
 from thinwire.step.runner import AttachedRun
 from thinwire.step.strategy import Attachable, as_passed, configuration_of

@@ -39,7 +39,7 @@ def train_until_error(rank: int, ddp: DDP) -> tuple[str, str, float]:
 
 
 @dataclass(frozen=True)
-class Fatal:
+class Fatal(thinwire.Program):
     """At step 3, halfway through the buckets, something happens on one rank."""
 
     what: str

@@ -24,6 +24,7 @@ from thinwire import (
     TopK,
 )
 from thinwire.kernels import library, lowrank
+from thinwire.programs.program import ProgramFunction
 from thinwire.programs.reproducible import product
 from thinwire.testing import SimulatedRanks
 
@@ -87,7 +88,7 @@ def test_tensors_that_do_not_fit_are_errors() -> None:
         lowrank.product(torch.ones(5, 4), torch.ones(5, 6), matrix, None)
 
 
-def some_without(program: Program) -> Program:
+def some_without(program: Program) -> ProgramFunction:
     """Return the program, run without native code on rank 1."""
 
     def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:

@@ -27,6 +27,7 @@ from thinwire.plan.probe import Probe
 from thinwire.plan.recommend import Limits, recommend
 from thinwire.plan.traffic import Layout, handed_over, traffic
 from thinwire.programs.description import short
+from thinwire.programs.wrapper import as_program
 from thinwire.strategies.averaging.anchors import split_evenly
 from thinwire.tools.bench import load as load_module
 from thinwire.tools.bench.load import Load, LoadMeter, measuring
@@ -384,7 +385,7 @@ def test_a_slow_program_is_timed_in_few_rounds_and_for_one_layout() -> None:
 
     speeds = Speeds()
     for width in range(4, 12):
-        layout = Layout("slow", (torch.Size((width, width)),), (), slow_program)
+        layout = Layout("slow", (torch.Size((width, width)),), (), as_program(slow_program))
         assert sum(speeds.seconds(layout, 2, 0)) > 0
     assert len(calls) == 3, "one round to warm up and two to compare"
 

@@ -34,7 +34,6 @@ from thinwire import (
     Warmup,
 )
 from thinwire.programs.memory import RESIDUAL, NoMemory
-from thinwire.programs.program import carries_exact, check_fit, folds_residuals, tracks_error
 from thinwire.testing import SimulatedRanks, check_program
 
 SHAPES = {"w": (16, 12), "v": (4, 30), "b": (9,)}
@@ -67,10 +66,10 @@ def test_a_composition_is_refused_at_once_or_runs_in_every_phase(outer: str, inn
     for name, innermost in PROGRAMS.items():
         try:
             program = WRAPPERS[outer](WRAPPERS[inner](innermost))
-            check_fit(program, {key: torch.Size(shape) for key, shape in SHAPES.items()}, 4)
+            program.check({key: torch.Size(shape) for key, shape in SHAPES.items()}, 4)
         except OptionError:
             continue
-        ranks = SimulatedRanks(program, SHAPES, 4, {"b"} if carries_exact(program) else ())
+        ranks = SimulatedRanks(program, SHAPES, 4, {"b"} if program.carries_exact else ())
         for step in range(6):  # through each warm-up and beyond
             means = [outcome.mean for outcome in ranks.step(list(normal(step, 4, LENGTH).bfloat16()))]
             assert all(mean.dtype == torch.bfloat16 and mean.isfinite().all() for mean in means), (name, step)
@@ -81,7 +80,7 @@ def test_a_composition_is_refused_at_once_or_runs_in_every_phase(outer: str, inn
 def test_error_feedback_loses_nothing_of_what_it_accepts(inner: str) -> None:
     for name, innermost in PROGRAMS.items():
         program = innermost if inner == "none" else WRAPPERS[inner](innermost)
-        if not tracks_error(program):
+        if not program.tracks_error:
             with pytest.raises(OptionError, match="does not report all of it"):
                 ErrorFeedback(program)
             continue
@@ -128,7 +127,7 @@ class Own(TwoShot):
 
 def test_a_subclass_inherits_no_promise_that_its_methods_may_break() -> None:
     program = Own(Quantize(bits=4))
-    assert not carries_exact(program)
+    assert not program.carries_exact
     check_program(ErrorFeedback(program), steps=50)
 
 
@@ -140,8 +139,8 @@ class Larger(TwoShot):
 
 
 def test_a_subclass_that_overrides_no_method_keeps_the_promises() -> None:
-    assert carries_exact(Larger(Quantize(bits=4)))
-    assert folds_residuals(Larger(Quantize(bits=4)))
+    program = Larger(Quantize(bits=4))
+    assert (program.stateless, program.carries_exact, program.folds_residuals) == (True, True, True)
 
 
 def test_a_program_that_says_it_is_stateless_and_keeps_a_slot_raises() -> None:

@@ -28,8 +28,9 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
+from thinwire.programs.allreduce import Alone
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
-from thinwire.strategies.averaging.local_gradients import Alone
+from thinwire.programs.wrapper import as_program
 from thinwire.testing import SimulatedRanks
 
 SHAPES = {"w": (18, 6), "small": (3, 5), "b": (7,), "one": ()}
@@ -289,6 +290,6 @@ def test_a_users_own_program_runs_on_one_rank_as_written() -> None:
 
     ranks = SimulatedRanks(doubled, {"p": (4,)}, 1)
     assert torch.equal(ranks.step([torch.ones(4)])[0].mean, torch.full((4,), 2.0))
-    fed_back = SimulatedRanks(ErrorFeedback(doubled), {"p": (4,)}, 1)
+    fed_back = SimulatedRanks(ErrorFeedback(as_program(doubled)), {"p": (4,)}, 1)
     fed_back.step([torch.ones(4)])
     assert torch.equal(fed_back.kept(0, "residual"), torch.full((4,), -1.0))

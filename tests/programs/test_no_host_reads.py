@@ -20,6 +20,7 @@ from thinwire.engine.simulate import simulate
 from thinwire.monitors.audit import Audited, Findings
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
 from thinwire.programs.finite import finite
+from thinwire.programs.wrapper import as_program
 from thinwire.strategies.zero.pieces import Pieces
 from thinwire.strategies.zero.reduce import reduce_to_owners
 from thinwire.testing.ranks import SimulatedRanks
@@ -51,7 +52,7 @@ def to_owners(program: Program) -> Program:
         mean = yield from reduce_to_owners(program, bucket, Pieces.of(bucket, owners), memory)
         return Outcome(bucket.buffer, finite=finite(mean))
 
-    return run
+    return as_program(run)
 
 
 def _given(program: Program) -> Program:

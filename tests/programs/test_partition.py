@@ -7,7 +7,6 @@ import torch
 
 from tests.simulated import normal
 from thinwire import Exact, Int8, OptionError, Partition, Quantize, SignBits, TwoShot, Warmup
-from thinwire.programs.program import check_fit
 from thinwire.testing import SimulatedRanks
 
 
@@ -41,8 +40,8 @@ def test_partition_gives_each_parameter_to_the_first_rule_that_fits() -> None:
 def test_rules_that_no_parameter_follows_are_refused(rules: Any, said: str) -> None:
     shapes = {"fc.weight": torch.Size((2, 2)), "fc.bias": torch.Size((2,))}
     with pytest.raises(OptionError, match=said):
-        check_fit(Warmup(Partition(rules), steps=3), shapes, 2)
-    check_fit(Partition([("*.bias", Exact())]), shapes, 2)
+        Warmup(Partition(rules), steps=3).check(shapes, 2)
+    Partition([("*.bias", Exact())]).check(shapes, 2)
 
 
 @pytest.mark.parametrize("rules", ["fc", [(3, Exact())], [Exact()], [("a", Exact(), 1)]])

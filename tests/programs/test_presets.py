@@ -42,6 +42,7 @@ from thinwire import (
     Warmup,
 )
 from thinwire.programs.memory import RESIDUAL
+from thinwire.programs.wrapper import as_program
 from thinwire.testing import SimulatedRanks, check_program
 
 untyped: Any = thinwire
@@ -200,7 +201,7 @@ class Silent:
 
 def test_feedback_refuses_programs_that_do_not_say_what_they_missed() -> None:
     with pytest.raises(ProgramError, match=r"Silent\(\) returned no error to feed back"):
-        SimulatedRanks(ErrorFeedback(Silent()), {"p": (4,)}, 1).step([torch.ones(4)])
+        SimulatedRanks(ErrorFeedback(as_program(Silent())), {"p": (4,)}, 1).step([torch.ones(4)])
 
 
 @pytest.mark.parametrize(

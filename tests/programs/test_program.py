@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from thinwire.strategies.gradients import Gradients, given_of
 from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook  # noqa: F401 - loads it
 
@@ -18,9 +17,11 @@ from thinwire import ddp_comm_hooks as own_hooks
 from thinwire.engine.comm.agreement import Described, shown
 from thinwire.engine.simulate import simulate
 from thinwire.programs.description import describe, short
-from thinwire.programs.program import check_outcome, require_program
+from thinwire.programs.program import ProgramFunction, check_outcome
 from thinwire.programs.rules import exceptions_of
-from thinwire.strategies.schedule import StagePlan
+from thinwire.programs.wrapper import as_program
+from thinwire.step.strategy import Gradients, as_passed
+from thinwire.strategies.schedule import stages_of
 
 vectors: SearchStrategy[list[list[float]]] = st.integers(1, 9).flatmap(
     lambda length: st.lists(
@@ -29,7 +30,7 @@ vectors: SearchStrategy[list[list[float]]] = st.integers(1, 9).flatmap(
 )
 
 
-def average(program: Program, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def average(program: ProgramFunction, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every rank's mean of one bucket."""
 
     def bucket(rank: int, own: torch.Tensor) -> Bucket:
@@ -117,7 +118,7 @@ def test_programs_describe_themselves_alike_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     "give",
     [
-        lambda maker: require_program(maker),
+        lambda maker: as_program(maker),
         lambda maker: thinwire.Warmup(maker, steps=3),
         lambda maker: thinwire.ErrorFeedback(maker),
         lambda maker: thinwire.AcrossNodes(maker, node_size=1),
@@ -162,7 +163,7 @@ def own_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.
 )
 def test_a_communication_hook_is_refused_with_its_replacement(room: Any, hook: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        require_program(hook(room))
+        as_program(hook(room))
 
 
 def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
@@ -179,13 +180,13 @@ def test_any_callable_that_takes_bucket_and_memory_is_a_program() -> None:
         Exact(),
         Exact().__call__,
     ):
-        require_program(program)
+        as_program(program)
         thinwire.Schedule({0: program})
     with pytest.raises(OptionError, match=r"a program of your own takes \(bucket, memory\)"):
-        require_program(lambda bucket: None)
+        as_program(lambda bucket: None)
 
 
-def scaled(factor: float, by: object = None) -> Program:
+def scaled(factor: float, by: object = None) -> ProgramFunction:
     """A program from a factory."""
     calls = 0
 
@@ -205,7 +206,8 @@ def test_functions_are_described_by_name_and_by_what_they_close_over() -> None:
     average(program, [torch.ones(2)])
     assert describe(program) == f"{name}(by=None, factor=2.0)", "the count of its calls is no option"
     assert describe(scaled(2.0, object())) == f"{name}(factor=2.0)"
-    nested = [("w", thinwire.Warmup(scaled(3.0), steps=1)), ("v", functools.partial(scaled(4.0)))]
+    warm: Any = scaled(3.0)
+    nested = [("w", thinwire.Warmup(warm, steps=1)), ("v", functools.partial(scaled(4.0)))]
     assert describe(nested) == (
         f"[('w', Warmup(program={name}(by=None, factor=3.0), steps=1)),"
         f" ('v', functools.partial({name}(by=None, factor=4.0)))]"
@@ -258,10 +260,12 @@ def test_default_arguments_are_options() -> None:
 
 def test_two_functions_of_one_factory_are_two_programs() -> None:
     kept = object()
-    one, other, default = scaled(2.0, kept), scaled(2.0, kept), Exact()
+    one: Any = scaled(2.0, kept)
+    other: Any = scaled(2.0, kept)
+    default = Exact()
     shapes = {"a": (2, 2), "b": (2, 2), "c": (2, 2), "d": (2, 2)}
     rules = [("a", one), ("b", other), ("c", one)]
-    assert exceptions_of(rules, default, shapes) == {"a": one, "b": other, "c": one}
+    assert exceptions_of(rules, default, shapes) == {name: as_program(function) for name, function in rules}
     wrapped = [
         ("a", thinwire.Warmup(one, 1)),
         ("b", thinwire.Warmup(other, 1)),
@@ -275,12 +279,12 @@ def test_two_functions_of_one_factory_are_two_programs() -> None:
 def test_a_state_resumes_the_stage_that_was_running_among_those_that_look_alike() -> None:
     kept = object()
     one, other = scaled(2.0, kept), scaled(2.0, kept)
-    plan = StagePlan(thinwire.Schedule({0: one, 5: other}))
+    plan = stages_of(thinwire.Schedule({0: one, 5: other}))
     first, second = plan.saved(describe(one), 3), plan.saved(describe(one), 7)
     assert first is not None
-    assert given_of(first) is one
+    assert as_passed(first) is one
     assert second is not None
-    assert given_of(second) is other
+    assert as_passed(second) is other
     assert plan.saved("Exact()", 7) is None
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated import normal
 from thinwire import Bucket, Collectives, Memory, Outcome, PowerSGD, Program
+from thinwire.programs.program import ProgramFunction
 from thinwire.programs.reproducible import bases_of, product
 from thinwire.testing import SimulatedRanks
 
@@ -43,7 +44,7 @@ def backwards(terms: torch.Tensor, dim: int) -> torch.Tensor:
     return first
 
 
-def on_unlike_hosts(program: Program) -> Program:
+def on_unlike_hosts(program: Program) -> ProgramFunction:
     def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         steps, received = program(bucket, memory), None
         while True:

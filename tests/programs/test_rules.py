@@ -7,8 +7,8 @@ import torch
 
 import thinwire
 from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Size
-from thinwire.programs.explain import explain, explain_buckets
-from thinwire.programs.rules import check_used, checked_rules, choose, exceptions_of
+from thinwire.programs.rules import check_used, checked_rules, choose, exceptions_of, explain, explain_buckets
+from thinwire.programs.wrapper import as_program
 
 SHAPES = {
     "embed.weight": torch.Size((100, 8)),
@@ -44,7 +44,12 @@ def test_whatever_compresses_them(program: Any) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [Exact(), PowerSGD(rank=2), thinwire.Partition([("fc.*", Int8())]), lambda bucket, memory: None],
+    [
+        Exact(),
+        PowerSGD(rank=2),
+        thinwire.Partition([("fc.*", Int8())]),
+        as_program(lambda bucket, memory: None),
+    ],
 )
 def test_programs_that_send_them_as_they_are_or_choose_themselves_keep_them(program: Any) -> None:
     assert exceptions_of((), program, SHAPES) == {}

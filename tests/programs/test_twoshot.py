@@ -33,6 +33,7 @@ from thinwire import (
 from thinwire.kernels.library import switched_off
 from thinwire.programs.division import Division
 from thinwire.programs.memory import RESIDUAL
+from thinwire.programs.wrapper import as_program
 from thinwire.testing import SimulatedRanks
 
 CODECS: list[Codec] = [
@@ -52,7 +53,7 @@ shapes = st.lists(
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Program):
     """A program that only reports its error, as third-party ones do."""
 
     program: Program
@@ -130,7 +131,7 @@ def without_kernels(program: Program, ranks: set[int]) -> Program:
                     return outcome
             received = yield op
 
-    return run
+    return as_program(run)
 
 
 @given(

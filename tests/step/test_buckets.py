@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Program, Warmup
-from thinwire.programs.program import Programs, preferred_bytes
+from thinwire.programs.program import Programs
 from thinwire.step.buckets import BucketLayout, BucketPart, groups_for, parts_of
 
 INT8, INT4, HALF, EXACT = Int8(), Int4(), BF16(), Exact()
@@ -71,7 +71,7 @@ def test_slices_are_consecutive_and_about_as_large_as_wanted(sizes: list[int], e
     spared = frozenset(names[number] for number in exact if number < len(names))
     found = BucketPart(INT8, names, spared).sliced(nbytes)
     assert sum((part.names for part in found), ()) == names
-    wanted = preferred_bytes(INT8)
+    wanted = INT8.preferred_bytes
     assert wanted is not None
     for part in found:
         assert part.exact == spared & {*part.names}
@@ -83,7 +83,7 @@ def test_slices_are_consecutive_and_about_as_large_as_wanted(sizes: list[int], e
 def test_programs_that_prefer_whole_buckets_get_them() -> None:
     part = BucketPart(PowerSGD(), ("a", "b"))
     assert part.sliced({"a": 1 << 30, "b": 1 << 30}) == [part]
-    assert preferred_bytes(Warmup(INT8, steps=3)) == preferred_bytes(INT8) is not None
+    assert Warmup(INT8, steps=3).preferred_bytes == INT8.preferred_bytes is not None
 
 
 NAMES = [f"p{number}" for number in range(12)]

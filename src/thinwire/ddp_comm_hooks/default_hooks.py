@@ -13,7 +13,7 @@ them for each gradient. If models that use it span several groups, pass the grou
 # DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 class _Casted(Reduced):
     """A `Reduced` that casts on one rank too, as torch's hooks do."""
 
-    stateless: ClassVar[bool] = True
-    exact_alone: ClassVar[bool] = False
+    exact_alone = False
 
 
 @for_ddp

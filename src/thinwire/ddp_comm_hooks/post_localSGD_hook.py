@@ -40,11 +40,11 @@ from thinwire.codecs.checks import check_whole
 from thinwire.ddp_comm_hooks._hook import for_ddp, run_of, run_program
 from thinwire.errors import OptionError
 from thinwire.models.ddp.model import check_bucket, thinwire_hook
+from thinwire.programs.across_nodes import Within
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
 from thinwire.step.runner import AttachedRun, Choice
-from thinwire.strategies.averaging.local_gradients import Within
 from thinwire.strategies.averaging.nodes import ranks_on_this_node
 
 logger = logging.getLogger(__name__)

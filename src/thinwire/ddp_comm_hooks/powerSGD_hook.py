@@ -43,7 +43,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -274,7 +274,7 @@ def program(state: PowerSGDState, *, flatten: bool) -> "TorchPowerSGD":
 class TorchPowerSGD(PowerSGD):
     """A PowerSGD that draws Q as torch does, so that runs can be compared. It compresses on one rank too."""
 
-    exact_alone: ClassVar[bool] = False
+    exact_alone = False
 
     state: PowerSGDState = field(repr=False, compare=False)
 

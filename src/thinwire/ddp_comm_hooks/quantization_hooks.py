@@ -14,8 +14,6 @@ Like torch's, these hooks have no error feedback. `thinwire.attach(ddp, thinwire
 
 # DDP inspects a hook's annotations and rejects strings: no `from __future__ import annotations` here.
 
-from typing import ClassVar
-
 import torch
 import torch.distributed as dist
 
@@ -28,8 +26,7 @@ from thinwire.programs.twoshot import TwoShot
 class _Quantized(TwoShot):
     """A `TwoShot` that encodes on one rank too, as torch's hooks do."""
 
-    stateless: ClassVar[bool] = True
-    exact_alone: ClassVar[bool] = False
+    exact_alone = False
 
 
 @for_ddp

@@ -17,7 +17,6 @@ from thinwire.models.fsdp.model import ShardedModel
 from thinwire.models.fsdp.shards import Shards
 from thinwire.models.local import LocalModel
 from thinwire.programs.description import described
-from thinwire.programs.program import check_fit
 from thinwire.programs.rules import Rules, check_used, checked_rules, exceptions_of
 from thinwire.step.options import optimizers_of
 from thinwire.strategies.averaging.policy import Averaging
@@ -180,7 +179,7 @@ def _validated(
     if config.optimizer_state == "mean":
         raise OptionError('optimizer_state="mean" is not supported with torchft: use "local" or "reset"')
     trained = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
-    check_fit(config, trained, 1)
+    config.check(trained, 1)
     return optimizers_of(optimizer, dict(model.named_parameters()))
 
 

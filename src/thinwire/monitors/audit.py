@@ -18,7 +18,8 @@ from thinwire.engine.ops import AllReduce, Broadcast, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
+from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.wrapper import Wrapper
 
 _NEXT_TO_NOTHING = 1e-3
 """Fraction of the model's root mean square that is the least denominator of a parameter's error."""
@@ -105,8 +106,8 @@ class Findings:
         return rows
 
 
-@dataclass(frozen=True)
-class Audited:
+@dataclass(frozen=True, repr=False)
+class Audited(Wrapper):
     """A program that runs another one and measures the error of its mean. The mean is not changed.
 
     Args:
@@ -114,17 +115,7 @@ class Audited:
         findings: Receives the figures.
     """
 
-    program: Program
     findings: Findings = field(repr=False, compare=False)
-
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program averages some parameters exactly. They are not audited."""
-        return carries_exact(self.program)
-
-    def feeds_back(self, shape: torch.Size) -> bool:
-        """Return whether the program adds a parameter's residual to its gradient."""
-        return feeds_back(self.program, shape)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program, then the exact mean. All ranks use rank 0's figures, so that all act the same."""

@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 from thinwire.errors import AuditError, OptionError
 from thinwire.monitors.audit import Audited, AuditRecord, Findings, with_action
 from thinwire.programs.description import short
-from thinwire.programs.program import Program, require_program
+from thinwire.programs.program import Program
+from thinwire.programs.wrapper import as_program
 
 logger = logging.getLogger("thinwire")
 
@@ -23,8 +24,8 @@ def watched_all(
     """Return a program and its exceptions, wrapped in `Audited` if `findings` is given."""
     if findings is None:
         return program, exceptions
-    known = {id(one): Audited(one, findings) for one in (program, *exceptions.values())}
-    return known[id(program)], {name: known[id(one)] for name, one in exceptions.items()}
+    audited = {id(other): Audited(other, findings) for other in (program, *exceptions.values())}
+    return audited[id(program)], {name: audited[id(other)] for name, other in exceptions.items()}
 
 
 class Auditor:
@@ -104,4 +105,4 @@ def check_audit(every: object, limit: object, on_excess: object) -> None:
     if on_excess not in ("warn", "raise"):
         if isinstance(on_excess, str):
             raise OptionError(f"on_excess={on_excess!r} must be 'warn', 'raise' or a program to fall back to")
-        require_program(on_excess, "on_excess")
+        as_program(on_excess, "on_excess")

@@ -28,7 +28,8 @@ from thinwire.programs.allreduce import BF16, Exact
 from thinwire.programs.description import describe, short
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.presets import Int4, Int8
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program
+from thinwire.programs.wrapper import as_program
 from thinwire.step.strategy import Configuration, Context, Strategy, Target, require_state
 
 logger = logging.getLogger("thinwire")
@@ -92,14 +93,14 @@ class Auto(Configuration):
             raise OptionError(f"max_memory={self.max_memory!r} must be positive: bytes, or None for no limit")
         check_whole("after", self.after, _WARM_UP + 1, "steps that are timed before the plan")
         check_whole("check_after", self.check_after, _WARM_UP + 1, "steps after which the gain is checked")
-        object.__setattr__(self, "candidates", tuple(self.candidates))
-        for program in self.candidates:
-            require_program(program, "candidates")
+        programs = tuple(as_program(candidate, "candidates") for candidate in self.candidates)
+        object.__setattr__(self, "candidates", programs)
 
     def validate(self, target: Target) -> None:
         """Raise OptionError if a candidate does not fit the model."""
         describe(self)
-        check_fit(self.candidates, target.model.shapes(), target.model.group.size())
+        for candidate in self.candidates:
+            candidate.check(target.model.shapes(), target.model.group.size())
 
     def bind(self, context: Context) -> Strategy:
         """Return the strategy that plans and checks."""

@@ -9,7 +9,7 @@ from thinwire.errors import OptionError
 from thinwire.plan.traffic import Layout, Shapes
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import short
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program
 from thinwire.programs.rules import exceptions_of
 from thinwire.step.strategy import Attachable, Configuration, configuration_of
 from thinwire.strategies.averaging.anchors import split_evenly
@@ -100,9 +100,11 @@ class Candidate:
         """Raise OptionError if the candidate is not a program, or does not fit the model."""
         if self.argument is None:
             return
-        if self.averaging is None:
-            require_program(self.argument)
-        check_fit(self.argument, dict(shapes), ranks)
+        config = self.averaging
+        if config is None:
+            self.program.check(dict(shapes), ranks)
+        else:
+            config.check(dict(shapes), ranks)
 
 
 PLAIN_DDP = Candidate("", None)

@@ -4,7 +4,7 @@ All ranks yield the same collectives, so rank 0 alone is traced, and each collec
 right shape. This takes milliseconds and no memory, where `simulate` would need all ranks.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -187,13 +187,8 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
 
 def _collectives(program: Program, bucket: Bucket, memory: Memory) -> Iterator[Collective]:
     """Yield a program's collectives, from its outline where tracing time grows with the ranks."""
-    outline = getattr(program, "outline", None)
-    if outline is not None and bucket.world_size > _FEW:
-        outlined: Iterable[Collective] | None = outline(bucket)
-        if outlined is not None:
-            yield from outlined
-            return
-    yield from rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
+    outline = program.outline(bucket) if bucket.world_size > _FEW else None
+    yield from outline or rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
 
 
 def _received(op: Collective, ranks: int) -> int:

@@ -1,10 +1,10 @@
-"""A program that averages exactly within a node and runs another program between nodes."""
+"""Programs that run another program among some of the ranks: one of each node, or a group."""
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -12,9 +12,9 @@ from torch.nn import functional
 from thinwire.engine.ops import AllGather, Collectives, ReduceScatter, among
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError
-from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, require_program
+from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.wrapper import Wrapper
 
 _SCOPE = re.compile(r"slice (\d+) of (\d+): ")
 """The scope of a slice's state in the memory of programs."""
@@ -23,7 +23,7 @@ _ROWS_WORTH_KEEPING = 8
 
 
 @dataclass(frozen=True, repr=False)
-class AcrossNodes(ReprAsWritten):
+class AcrossNodes(Wrapper):
     """An exact average within each node, where links are fast, and `program` between nodes.
 
         each rank of a node receives the node's mean of its share of every parameter    reduce-scatter
@@ -48,13 +48,15 @@ class AcrossNodes(ReprAsWritten):
         wire = thinwire.attach(ddp, thinwire.AcrossNodes(thinwire.Int8()))
     """
 
-    program: Program
     node_size: int | None = None
 
-    tracks_error: ClassVar[bool] = False
+    # The program's error and residuals are those of a slice of the node's mean, not of this rank's gradients.
+    tracks_error = False
+    folds_residuals = False
+    takes_sparse = False
 
     def __post_init__(self) -> None:
-        require_program(self.program)
+        super().__post_init__()
         size: object = self.node_size
         if size is None:
             text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -70,32 +72,37 @@ class AcrossNodes(ReprAsWritten):
             )
         object.__setattr__(self, "node_size", size)
 
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program between nodes averages some parameters exactly."""
-        return carries_exact(self.program)
-
-    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-        """Raise OptionError unless `node_size` divides the number of ranks.
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return False: the program reads residuals of slices, in a scope of the memory.
 
         Args:
-            shapes: Shapes of the parameters by name. Unused.
+            shape: Shape of the parameter. Unused.
+        """
+        return False
+
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        """Raise OptionError unless `node_size` divides the number of ranks, and the program fits the nodes.
+
+        Args:
+            shapes: Shapes of the parameters by name.
             world_size: Number of ranks.
 
         Raises:
-            OptionError: The last node would have fewer ranks than the others.
+            OptionError: The last node would have fewer ranks than the others, or the program cannot run
+                between the nodes.
         """
         if world_size % (self.node_size or 1):
             raise OptionError(
                 f"node_size={self.node_size} does not divide the {world_size} ranks: all nodes must have"
                 " the same number of ranks"
             )
+        # Rules are about whole parameters, and only one rank of each node runs the program with the others.
+        self.program.check(shapes, world_size // (self.node_size or 1))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
         size = self.node_size
         assert size is not None, "set in __post_init__"
-        self.check({}, bucket.world_size)
         node, place = divmod(bucket.rank, size)
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))
@@ -114,6 +121,18 @@ class AcrossNodes(ReprAsWritten):
         rows = yield AllGather(outcome.mean, ranks=neighbours)
         mean = shares.join(rows, bucket.buffer)
         return Outcome(mean)
+
+
+@dataclass(frozen=True, repr=False)
+class Within(Wrapper):
+    """A program that runs `program` among some ranks, this one included."""
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        """Run the program with these ranks as the whole world."""
+        inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
+        return (yield from among(self.ranks, self.program(inner, memory)))
 
 
 class Shares:

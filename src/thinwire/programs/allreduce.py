@@ -1,7 +1,6 @@
 """Programs of one all-reduce per bucket: exact, or through a codec."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -9,14 +8,14 @@ from thinwire.codecs.cast import Cast
 from thinwire.codecs.codec import Codec, numbers_of, require_codec, reseeded
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.errors import OptionError
-from thinwire.programs.description import ReprAsWritten, preset
+from thinwire.programs.description import preset
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
 from thinwire.programs.sparse_gradients import sparse_mean
 
 
 @dataclass(frozen=True, repr=False)
-class Exact(ReprAsWritten):
+class Exact(Program):
     """The mean of all ranks' gradients in their own dtype, as DDP computes it without a hook.
 
     Example::
@@ -24,10 +23,10 @@ class Exact(ReprAsWritten):
         wire = thinwire.attach(ddp, thinwire.Exact())
     """
 
-    stateless: ClassVar[bool] = True
-    ignores_order: ClassVar[bool] = True
-    exact_alone: ClassVar[bool] = True
-    takes_sparse: ClassVar[bool] = True
+    stateless = True
+    ignores_order = True
+    exact_alone = True
+    takes_sparse = True
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
@@ -41,7 +40,22 @@ class Exact(ReprAsWritten):
 
 
 @dataclass(frozen=True, repr=False)
-class Reduced(ReprAsWritten):
+class Alone(Program):
+    """A program that sends nothing, so that every rank keeps its own gradients."""
+
+    stateless = True
+    ignores_order = True
+    exact_alone = True
+    takes_sparse = True
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        """Return the bucket unchanged."""
+        return Outcome(bucket.buffer)
+        yield  # a program is a generator
+
+
+@dataclass(frozen=True, repr=False)
+class Reduced(Program):
     """The mean of encoded gradients, for codecs whose encodings can be summed.
 
         mean = decode(sum over ranks of encode(gradient / W))
@@ -66,9 +80,9 @@ class Reduced(ReprAsWritten):
 
     codec: Codec
 
-    exact_vectors: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
-    exact_alone: ClassVar[bool] = True
+    exact_vectors = True
+    stateless = True
+    exact_alone = True
 
     def __post_init__(self) -> None:
         require_codec(self.codec)

@@ -46,7 +46,8 @@ class ReprAsWritten:
     """
 
     def __repr__(self) -> str:
-        return short(self)
+        # `short` shows an object without fields by its repr.
+        return short(self) if dataclasses.is_dataclass(self) else object.__repr__(self)
 
 
 def preset(make: Callable[Options, Made]) -> Callable[Options, Made]:

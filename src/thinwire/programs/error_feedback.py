@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import ClassVar
 
 import torch
 
@@ -12,25 +11,16 @@ from thinwire.codecs.codec import numbers_of
 from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
-from thinwire.programs.description import ReprAsWritten, short
+from thinwire.programs.description import short
 from thinwire.programs.finite import finite
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.program import (
-    Bucket,
-    Outcome,
-    Program,
-    Residuals,
-    carries_exact,
-    folds_residuals,
-    is_alone,
-    require_program,
-    tracks_error,
-)
+from thinwire.programs.program import Bucket, Outcome, Residuals, is_alone
+from thinwire.programs.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
-class ErrorFeedback(ReprAsWritten):
+class ErrorFeedback(Wrapper):
     """A program that runs `program` on gradient + residual, and keeps its error as the new residual.
 
         mean, error = program(gradient + residual)
@@ -66,14 +56,18 @@ class ErrorFeedback(ReprAsWritten):
         wire = thinwire.attach(ddp, thinwire.ErrorFeedback(thinwire.TwoShot(thinwire.Quantize(bits=4))))
     """
 
-    program: Program
     keep: float = 1.0
 
-    tracks_error: ClassVar[bool] = False
+    stateless = False
+    tracks_error = False  # the residual keeps it
+    folds_residuals = False
+    # Residuals have the order of the parameter's numbers, and are dense.
+    ignores_order = False
+    takes_sparse = False
 
     def __post_init__(self) -> None:
-        require_program(self.program)
-        if not tracks_error(self.program):
+        super().__post_init__()
+        if not self.program.tracks_error:
             raise OptionError(
                 f"program={self.program!r} feeds back its own error already, or does not report all of it:"
                 " wrap the program that has the codec, as in AcrossNodes(ErrorFeedback(TwoShot(codec))) or"
@@ -84,11 +78,6 @@ class ErrorFeedback(ReprAsWritten):
             raise OptionError(
                 f"keep={self.keep!r} must be above 0 and at most 1: the share of the residual to feed back"
             )
-
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program averages some parameters exactly. They have no residual."""
-        return carries_exact(self.program)
 
     def feeds_back(self, shape: torch.Size) -> bool:
         """Return whether all of a parameter's residual is added to its gradient.
@@ -107,15 +96,14 @@ class ErrorFeedback(ReprAsWritten):
         Returns:
             The collectives, or None if the program has no outline.
         """
-        outline = getattr(self.program, "outline", None)
-        return None if outline is None else outline(_widened(bucket))
+        return self.program.outline(_widened(bucket))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run the program on gradient + residual, and keep its error as the new residual."""
         if is_alone(self.program, bucket):
             add_residuals(bucket, memory)
             return (yield from self.program(bucket, memory))
-        if folds_residuals(self.program):
+        if self.program.folds_residuals:
             return (yield from self._folded(bucket, memory))
         corrected = _widened(bucket)
         for name, gradient in _lossy(bucket, corrected.buffer):

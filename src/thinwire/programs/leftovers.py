@@ -18,7 +18,8 @@ from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import unpack
 from thinwire.programs.across_nodes import slice_state
 from thinwire.programs.memory import LEFTOVER, RESIDUAL, Memory
-from thinwire.programs.program import Bucket, Outcome, Program, carries_exact, feeds_back
+from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.wrapper import Wrapper
 
 logger = logging.getLogger("thinwire")
 
@@ -46,12 +47,12 @@ def carrying(
     """Return the programs of an exchange, wrapped in `WithLeftovers` if the memory has some."""
     if not memory.has_leftovers:
         return program, exceptions
-    known = {id(one): WithLeftovers(one) for one in (program, *exceptions.values())}
-    return known[id(program)], {name: known[id(one)] for name, one in exceptions.items()}
+    wrapped = {id(other): WithLeftovers(other) for other in (program, *exceptions.values())}
+    return wrapped[id(program)], {name: wrapped[id(other)] for name, other in exceptions.items()}
 
 
-@dataclass(frozen=True)
-class WithLeftovers:
+@dataclass(frozen=True, repr=False)
+class WithLeftovers(Wrapper):
     """A program that adds leftovers to the gradients of a bucket, drops them, and runs another program.
 
     A program that feeds back residuals itself gets the leftover as its residual, which avoids rounding it to
@@ -62,18 +63,17 @@ class WithLeftovers:
         sign: 1 to add leftovers. -1 to subtract those of pseudo-gradients from parameters.
     """
 
-    program: Program
     sign: int = 1
 
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program averages some parameters exactly. Their leftovers are added too."""
-        return carries_exact(self.program)
+    stateless = False
+    # Leftovers have the order of the parameter's numbers, and are dense.
+    ignores_order = False
+    takes_sparse = False
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Add the leftovers, and run the program."""
         for name, view in bucket.views().items():
-            own = self.sign == 1 and name not in bucket.exact and feeds_back(self.program, view.shape)
+            own = self.sign == 1 and name not in bucket.exact and self.program.feeds_back(view.shape)
             for slot, leftover in memory.leftovers_of(name).items():
                 if own and slot == RESIDUAL and leftover.numel() == view.numel():
                     shaped = leftover.reshape(view.shape)  # a program of the user's own may keep it flat

@@ -2,21 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 
 from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program, exact_alone, require_program, tracks_error
-from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
+from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.rules import Rules, check_used, checked_rules, parameters_by_rule, rule_of
+from thinwire.programs.wrapper import adapt
 
 
 @dataclass(frozen=True, repr=False)
-class Partition(ReprAsWritten):
+class Partition(Program):
     """A program that averages each parameter with the program of the first rule that fits it.
 
     Use it within other programs, such as `AcrossNodes`. Elsewhere prefer `attach(ddp, program, rules=...)`,
@@ -41,36 +40,34 @@ class Partition(ReprAsWritten):
     rules: Rules
     default: Program = field(default_factory=Exact)
 
-    exact_vectors: ClassVar[bool] = False
+    exact_vectors = False  # the rules decide
+    # Programs receive parts of the bucket. Its residuals belong to the whole, and sparse ones have no parts.
+    folds_residuals = False
+    takes_sparse = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", checked_rules(self.rules))
-        require_program(self.default, "default")
+        adapt(self, "default")
 
     @property
-    def tracks_error(self) -> bool:
-        """True if the programs of all parameters report their error."""
-        return all(map(tracks_error, self._programs()))
-
-    @property
-    def exact_alone(self) -> bool:
-        """True if the programs of all parameters compress nothing on one rank."""
-        return all(map(exact_alone, self._programs()))
-
-    def _programs(self) -> list[Program]:
-        return [*(program for _, program in self.rules), self.default]
+    def inner(self) -> tuple[Program, ...]:
+        """The programs of all rules, and the default."""
+        return (*(program for _, program in checked_rules(self.rules)), self.default)
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.
 
         Args:
             shapes: Shapes of the parameters by name.
-            world_size: Number of ranks. Unused.
+            world_size: Number of ranks.
 
         Raises:
-            OptionError: A rule fits no parameter, or only parameters that earlier rules fit.
+            OptionError: A rule fits no parameter, or only parameters that earlier rules fit. Or a program
+                does not fit the parameters that use it.
         """
         check_used(self.rules, shapes)
+        for number, own in parameters_by_rule(self.rules, shapes).items():
+            self.inner[number].check(own, world_size)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run one program after another, each on its own parameters of the bucket."""
@@ -80,7 +77,7 @@ class Partition(ReprAsWritten):
             members.setdefault(rule_of(self.rules, name, shape), []).append(place)
         if len(members) == 1:
             (number,) = members
-            return (yield from self._program(number)(bucket, memory))
+            return (yield from self.inner[number](bucket, memory))
         views, tracked = unpack(bucket.buffer, bucket.shapes), bucket.track_error
         error = torch.empty_like(bucket.buffer)
         errors = unpack(error, bucket.shapes)
@@ -93,7 +90,7 @@ class Partition(ReprAsWritten):
                 shapes=shapes,
                 whole_shapes=tuple(wholes[place] for place in places),
             )
-            outcome = yield from self._program(number)(part, memory)
+            outcome = yield from self.inner[number](part, memory)
             for place, mean in zip(places, unpack(outcome.mean, shapes), strict=True):
                 views[place].copy_(mean)
             if outcome.error is None:
@@ -102,6 +99,3 @@ class Partition(ReprAsWritten):
                 for place, missed in zip(places, unpack(outcome.error, shapes), strict=True):
                     errors[place].copy_(missed)
         return Outcome(bucket.buffer, error if tracked else None)
-
-    def _program(self, number: int) -> Program:
-        return self.rules[number][1] if number < len(self.rules) else self.default

@@ -20,7 +20,7 @@ import math
 import zlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -29,7 +29,6 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
-from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.lowrank import (
@@ -42,7 +41,7 @@ from thinwire.programs.lowrank import (
     transposed_times,
 )
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
+from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
 from thinwire.programs.reproducible import bases_of
 from thinwire.programs.twoshot import TwoShot
 
@@ -56,7 +55,7 @@ _START = TwoShot(Quantize(bits=4, block=64))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PowerSGD(ReprAsWritten):
+class PowerSGD(Program):
     """Low-rank gradients: bytes fall from n m to (n + m) rank for each n x m matrix.
 
     Tuning. Start with `PowerSGD(rank=16, factor_dtype="int8")`. It sends as many bytes as rank 4 with float32
@@ -95,8 +94,8 @@ class PowerSGD(ReprAsWritten):
         wire = thinwire.attach(ddp, thinwire.PowerSGD(rank=4, factor_dtype="bf16"))
     """
 
-    tracks_error: ClassVar[bool] = False
-    exact_alone: ClassVar[bool] = True
+    tracks_error = False
+    exact_alone = True
 
     rank: int = 4
     min_compression: float = 2.0

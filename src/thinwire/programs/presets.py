@@ -10,8 +10,8 @@ from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Reduced
 from thinwire.programs.description import preset
 from thinwire.programs.error_feedback import ErrorFeedback
+from thinwire.programs.gathered import SparseMean
 from thinwire.programs.program import Program
-from thinwire.programs.sparse_mean import SparseMean
 from thinwire.programs.twoshot import TwoShot
 
 # ruff: noqa: N802 - these read as the programs they make

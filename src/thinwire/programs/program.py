@@ -1,4 +1,4 @@
-"""The protocol of programs: `Bucket` is a program's input, `Outcome` its result.
+"""`Program`, the base class of programs, with its input `Bucket` and its result `Outcome`.
 
     def __call__(self, bucket, memory):
         total = yield AllReduce(bucket.buffer / bucket.world_size)
@@ -8,20 +8,19 @@ A program must yield the same collectives on every rank. It may branch on shapes
 reduced values, but never on local data.
 """
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.engine.ops import Collectives
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
-from thinwire.errors import OptionError, ProgramError
-from thinwire.programs.description import short
+from thinwire.errors import ProgramError
+from thinwire.programs.description import ReprAsWritten, short
 from thinwire.programs.memory import Memory
-from thinwire.programs.torch_hooks import refuse_hook
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +37,9 @@ class Bucket:
         world_size: Number of ranks in that group.
         step: Number of the step, from 0. Only steps in which ranks communicate count.
         track_error: Whether the outcome must have an `error`.
-        exact: Names of parameters whose mean must not be compressed. It is empty unless the program's class
-            sets `carries_exact`. Their error is 0.
-        residuals: Residuals to add to the gradients. It is None unless the program's class sets
+        exact: Names of parameters whose mean must not be compressed. It is empty unless the program
+            has the trait `carries_exact`. Their error is 0.
+        residuals: Residuals to add to the gradients. It is None unless the program has the trait
             `folds_residuals`. Then the outcome needs no `error`.
         exact_dtype: Dtype in which numbers that must be exact are sent: the gradients' own, where the buffer
             has a wider one, as under error feedback. None is the buffer's.
@@ -120,13 +119,23 @@ class Outcome:
     finite: torch.Tensor | None = None
 
 
-class Program(Protocol):
-    """The protocol of programs: a callable that averages one bucket by yielding collectives.
+class Program(ReprAsWritten, ABC):
+    """The base class of programs: a callable that averages one bucket by yielding collectives.
+
+    A function of (bucket, memory) is a program too. A class can also declare traits, which tell its callers
+    how it runs. It overrides them with class attributes, such as `stateless = True`, or with properties. A
+    program that runs others has the traits that all of these have, unless it declares its own.
+
+    A subclass of a program that defines methods inherits no promises (`stateless`, `ignores_order`,
+    `carries_exact`, `folds_residuals`, `feeds_back`, `exact_alone`, `takes_sparse`), because a method may
+    break them. It declares those that it keeps.
 
     Example::
 
         @dataclass(frozen=True)
-        class Mean:
+        class Mean(thinwire.Program):
+            stateless = True
+
             def __call__(self, bucket, memory):
                 total = yield thinwire.AllReduce(bucket.buffer / bucket.world_size)
                 return thinwire.Outcome(mean=total)
@@ -134,6 +143,16 @@ class Program(Protocol):
         wire = thinwire.attach(ddp, Mean())
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Reset the promises of a program that the subclass changes and does not declare again."""
+        super().__init_subclass__(**options)
+        changes = any(_is_code(name, value) for name, value in vars(cls).items())
+        if changes and any("__call__" in vars(base) for base in cls.__mro__[1:] if base is not Program):
+            for promise, broken in _BROKEN.items():
+                if promise not in vars(cls):
+                    setattr(cls, promise, broken)
+
+    @abstractmethod
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Average one bucket.
 
@@ -151,111 +170,135 @@ class Program(Protocol):
                 the program checks this.
         """
 
+    @property
+    def inner(self) -> "tuple[Program, ...]":
+        """The programs that this one runs. Its undeclared traits are those that all of them have."""
+        return ()
 
-def require_program(program: object, option: str = "program") -> None:
-    """Raise OptionError unless `program` is a program.
+    @property
+    def stateless(self) -> bool:
+        """True if it keeps nothing in its memory, so that nothing is staged for rolling back."""
+        return self._all("stateless")
 
-    Args:
-        program: Value to validate.
-        option: Name of the option in the message.
+    @property
+    def ignores_order(self) -> bool:
+        """True if its mean does not depend on the order of the numbers in a bucket."""
+        return self._all("ignores_order")
 
-    Raises:
-        OptionError: It is not callable with (bucket, memory), such as a codec, a class, or a preset that was
-            not called; or it is a communication hook of DDP.
-    """
-    refuse_hook(program, option)
-    if not callable(program):
-        raise OptionError(
-            f"{option}={program!r} is not a program: pass an instance, such as thinwire.Int8(); codecs become"
-            " programs by TwoShot(codec)"
-        )
-    if isinstance(program, type) or not _takes_a_bucket(program):
-        name = getattr(program, "__name__", type(program).__name__)
-        raise OptionError(
-            f"{option}={program!r} is not a program: pass an instance by calling it, {name}(); a program of"
-            " your own takes (bucket, memory)"
-        )
+    @property
+    def carries_exact(self) -> bool:
+        """True if it averages the parameters in `bucket.exact` exactly, in the same collectives."""
+        return self._all("carries_exact")
 
+    @property
+    def folds_residuals(self) -> bool:
+        """True if it adds `bucket.residuals` to the gradients and writes the new ones itself."""
+        return self._all("folds_residuals")
 
-def _takes_a_bucket(program: Callable[..., object]) -> bool:
-    """Return whether a callable takes a bucket and a memory. Presets such as `Int8` do not."""
-    try:
-        inspect.signature(program).bind("bucket", "memory")
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True
+    @property
+    def exact_alone(self) -> bool:
+        """True if its mean is the gradient in a group of one rank, where nothing is sent."""
+        return self._all("exact_alone")
 
+    @property
+    def takes_sparse(self) -> bool:
+        """True if it averages sparse gradients too."""
+        return self._all("takes_sparse")
 
-def ignores_order(program: object) -> bool:
-    """Return whether a program's mean does not depend on the order of numbers in a bucket."""
-    return _promises(program, "ignores_order")
+    @property
+    def tracks_error(self) -> bool:
+        """True if it reports all of its error where `bucket.track_error` is set.
 
+        False for programs that feed back their own error, or lose some of it where no rank can observe it.
+        `ErrorFeedback` rejects these.
+        """
+        return self._all("tracks_error", otherwise=True)
 
-def carries_exact(program: object) -> bool:
-    """Return whether a program averages the parameters in `bucket.exact` exactly, in the same collectives."""
-    return _promises(program, "carries_exact")
+    @property
+    def exact_vectors(self) -> bool:
+        """True if it is lossy, so that 1-D tensors are averaged exactly unless a rule fits them."""
+        return self._all("exact_vectors")
 
+    @property
+    def preferred_bytes(self) -> int | None:
+        """The bucket size at which it is fastest, or None if it prefers DDP's buckets whole."""
+        sizes = {program.preferred_bytes for program in self.inner}
+        return sizes.pop() if len(sizes) == 1 else None
 
-def folds_residuals(program: object) -> bool:
-    """Return whether a program adds `bucket.residuals` to the gradients and writes the new ones itself."""
-    return _promises(program, "folds_residuals")
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return whether it adds all of the slot "residual" to the gradient of a parameter.
 
+        After a change of programs it then receives the old residual in that slot. Otherwise the residual is
+        added to its gradients, rounded to their dtype. Parameters in `bucket.exact` have no residual.
 
-def stateless(program: object) -> bool:
-    """Return whether a program keeps nothing in its memory."""
-    return _promises(program, "stateless")
+        Args:
+            shape: Shape of the parameter.
 
+        Returns:
+            True if the whole residual is added, in every step.
+        """
+        return bool(self.inner) and all(program.feeds_back(shape) for program in self.inner)
 
-def tracks_error(program: object) -> bool:
-    """Return whether a program reports all of its error where `bucket.track_error` is set.
+    def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        """Validate the program, and those within it, against model and group before anything is sent.
 
-    False for programs that feed back their own error, or lose some of it where no rank can observe it.
-    """
-    return bool(getattr(program, "tracks_error", True))
+        Args:
+            shapes: Shapes of the parameters by name.
+            world_size: Number of ranks that run the program together.
 
+        Raises:
+            OptionError: The program cannot average these parameters among so many ranks.
+        """
+        for program in self.inner:
+            program.check(shapes, world_size)
 
-def _promises(program: object, trait: str) -> bool:
-    """Return whether a program promises something about how it runs.
+    def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
+        """Return the collectives of a bucket without computing anything, for planning with many ranks.
 
-    A promise holds for the class that declares it, and for subclasses that override no method. A method may
-    break it: it may keep a slot, which would be shared by all models, or ignore residuals, which would become
-    garbage. Such a subclass declares the trait itself, or does without: then everything is right, only with
-    more copies.
-    """
-    if trait in getattr(program, "__dict__", {}):
-        return bool(getattr(program, trait))
-    for kind in type(program).__mro__:
-        if trait in vars(kind):
-            return bool(getattr(program, trait))
-        if any(_may_change(name, value) for name, value in vars(kind).items()):
-            return False
-    return False
+        Unlike the traits it is not forwarded, because a program may add collectives to those within it.
 
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
 
-def _may_change(name: str, value: object) -> bool:
-    """Return whether a class attribute is code that a program runs. Dataclasses add only other dunders."""
-    is_code = inspect.isroutine(value) or isinstance(value, property)
-    return is_code and (name == "__call__" or not name.startswith("__"))
+        Returns:
+            The collectives in order, or None if only running the program shows them.
+        """
+        return None
 
-
-def feeds_back(program: object, shape: torch.Size) -> bool:
-    """Return whether a program adds all of the slot "residual" to the gradient of a parameter of this shape.
-
-    A program declares it with a method `feeds_back(shape)`. Parameters in `bucket.exact` have no residual.
-    """
-    return _promises(program, "feeds_back") and bool(getattr(program, "feeds_back")(shape))  # noqa: B009
-
-
-def exact_alone(program: object) -> bool:
-    """Return whether a program compresses nothing in a group of one rank, where nothing is sent."""
-    return _promises(program, "exact_alone")
+    def _all(self, trait: str, *, otherwise: bool = False) -> bool:
+        """Return whether all inner programs have a trait. A program without inner ones has the default."""
+        return all(getattr(program, trait) for program in self.inner) if self.inner else otherwise
 
 
-def is_alone(program: object, bucket: Bucket) -> bool:
+_BROKEN: Mapping[str, object] = {
+    "stateless": False,
+    "ignores_order": False,
+    "carries_exact": False,
+    "folds_residuals": False,
+    "exact_alone": False,
+    "takes_sparse": False,
+    "feeds_back": lambda self, shape: False,
+}
+"""The promises of programs, with what remains of each in a subclass that changes how it runs.
+
+Without a promise everything is right, only with more copies. With one that does not hold, a slot of one model
+would be shared by all, or residuals would become garbage.
+"""
+
+
+def _is_code(name: str, value: object) -> bool:
+    """Return whether a class attribute may change how a program runs. Dataclasses add only other dunders."""
+    code = inspect.isroutine(value) or isinstance(value, property)
+    return code and (name == "__call__" or not (name.startswith("__") or name in vars(Program)))
+
+
+ProgramFunction: TypeAlias = Callable[[Bucket, Memory], Collectives[Outcome]]
+"""A program, or a plain function or object that is called like one. `as_program` makes it a `Program`."""
+
+
+def is_alone(program: Program, bucket: Bucket) -> bool:
     """Return whether a program returns a bucket's gradients as they are, because only one rank averages."""
-    return bucket.world_size == 1 and exact_alone(program)
+    return bucket.world_size == 1 and program.exact_alone
 
 
 def unchanged(bucket: Bucket) -> Outcome:
@@ -268,42 +311,6 @@ def unchanged(bucket: Bucket) -> Outcome:
                 view.add_(old.view_as(view), alpha=bucket.residuals.keep)
                 new.zero_()
     return Outcome(bucket.buffer, torch.zeros_like(bucket.buffer) if bucket.track_error else None)
-
-
-def preferred_bytes(program: object) -> int | None:
-    """Return the bucket size at which a program is fastest, or None if it prefers DDP's buckets whole.
-
-    A program declares it with an attribute `preferred_bytes`. A wrapper inherits that of its `program`.
-    """
-    if hasattr(program, "preferred_bytes"):
-        own: int | None = program.preferred_bytes
-        return own
-    return preferred_bytes(program.program) if hasattr(program, "program") else None
-
-
-def check_fit(program: object, shapes: Mapping[str, torch.Size], world_size: int) -> None:
-    """Validate a program, and the programs in it, against model and group before anything is sent.
-
-    A program that depends on them has a method `check(shapes, world_size)`.
-
-    Args:
-        program: Program, or list of programs, to validate.
-        shapes: Shapes of the parameters by name.
-        world_size: Number of ranks.
-
-    Raises:
-        OptionError: Raised by a program's `check`.
-    """
-    check = getattr(program, "check", None)
-    if callable(check):
-        check(shapes, world_size)
-    if isinstance(program, list | tuple):
-        parts = list(program)
-    else:
-        known = dataclasses.fields(program) if dataclasses.is_dataclass(program) else ()
-        parts = [getattr(program, one.name) for one in known]
-    for part in parts:
-        check_fit(part, shapes, world_size)
 
 
 def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:

@@ -1,4 +1,4 @@
-"""Rules that choose each parameter's program by its name or size."""
+"""Rules that choose each parameter's program by its name or size, and the table that explains the choices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.description import same_program
-from thinwire.programs.program import Program, require_program
+from thinwire.programs.description import same_program, short
+from thinwire.programs.program import Program, ProgramFunction
+from thinwire.programs.wrapper import as_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class Size:
     at_least: int = 0
 
     def __post_init__(self) -> None:
-        limits = [one for one in (self.below, self.at_least) if one is not None]
-        if not any(limits) or not all(isinstance(one, int) and one >= 0 for one in limits):
+        limits = [limit for limit in (self.below, self.at_least) if limit is not None]
+        if not any(limits) or not all(isinstance(limit, int) and limit >= 0 for limit in limits):
             raise OptionError(f"{self!r}: pass below=, at_least= or both, as whole numbers such as 4096")
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Vectors:
 
 
 Selector: TypeAlias = str | Size | Vectors
-Rules: TypeAlias = Sequence[tuple[Selector, Program]]
+Rules: TypeAlias = Sequence[tuple[Selector, ProgramFunction]]
 """Pairs of a pattern or a `Size`, and a program. The first rule that fits a parameter chooses its program.
 
 In a pattern `*` matches anything and `?` one character.
@@ -71,9 +72,9 @@ def checked_rules(rules: object) -> tuple[tuple[Selector, Program], ...]:
             f"rules={rules!r} must be pairs of a pattern or a Size and a program, such as"
             ' [("*.bias", thinwire.Exact())]'
         )
-    for selector, program in rules:
-        require_program(program, f"the program for {selector!r}")
-    return tuple((selector, program) for selector, program in rules)
+    return tuple(
+        (selector, as_program(program, f"the program for {selector!r}")) for selector, program in rules
+    )
 
 
 def fits(selector: Selector, name: str, shape: Sequence[int]) -> bool:
@@ -90,6 +91,14 @@ def rule_of(rules: Rules, name: str, shape: Sequence[int]) -> int:
     """Return the index of the first rule that fits, or the number of rules if none does."""
     fitting = (number for number, (selector, _) in enumerate(rules) if fits(selector, name, shape))
     return next(fitting, len(rules))
+
+
+def parameters_by_rule(rules: Rules, shapes: Mapping[str, torch.Size]) -> dict[int, dict[str, torch.Size]]:
+    """Return the shapes of the parameters that use each rule, by its index as in `rule_of`."""
+    members: dict[int, dict[str, torch.Size]] = {}
+    for name, shape in shapes.items():
+        members.setdefault(rule_of(rules, name, shape), {})[name] = shape
+    return members
 
 
 def check_used(rules: Rules, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -118,8 +127,8 @@ class Choice:
 def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, Choice]:
     """Return each parameter's program and the reason for it.
 
-    The first rule that fits decides. If none does, vectors are exact if `program` spares them (see
-    `exact_vectors`), and all other parameters use `program`. Equal programs become one object, so that their
+    The first rule that fits decides. If none does, vectors are exact if `program` has the trait
+    `exact_vectors`, and all other parameters use `program`. Equal programs become one object, so that their
     parameters share buckets.
 
     Args:
@@ -130,8 +139,8 @@ def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) 
     Returns:
         Choices by parameter name.
     """
-    all_rules: list[tuple[Selector, Program]] = list(rules)
-    if exact_vectors(program):
+    all_rules = list(checked_rules(rules))
+    if program.exact_vectors:
         all_rules.append((Vectors(), Exact()))
     known = [program]
     table = {}
@@ -139,7 +148,7 @@ def choose(rules: Rules, program: Program, shapes: Mapping[str, Sequence[int]]) 
         number = rule_of(all_rules, name, shape)
         selector, chosen = all_rules[number] if number < len(all_rules) else ("", program)
         because = f"rule {selector!r}" if isinstance(selector, str) and selector else str(selector)
-        first = next((one for one in known if same_program(one, chosen)), chosen)
+        first = next((other for other in known if same_program(other, chosen)), chosen)
         if first is chosen:
             known.append(chosen)
         table[name] = Choice(first, because)
@@ -152,15 +161,61 @@ def exceptions_of(rules: Rules, program: Program, shapes: Mapping[str, Sequence[
     return {name: choice.program for name, choice in table.items() if choice.program is not program}
 
 
-def exact_vectors(program: object) -> bool:
-    """Return whether vectors are averaged exactly, because the program is lossy and vectors are small.
+def explain(runs: object, table: Mapping[str, Choice], shapes: Mapping[str, torch.Size]) -> str:
+    """Return a table with one row per parameter, and each program's share of all numbers.
 
-    A program declares it with an attribute `exact_vectors`. A wrapper inherits that of its `program`.
+    Args:
+        runs: Program or schedule that was attached.
+        table: Choice of each parameter, from `rules.choose`.
+        shapes: Shapes of the parameters by name.
+
+    Returns:
+        Lines of text.
     """
-    own = getattr(program, "exact_vectors", None)
-    if own is not None:
-        return bool(own)
-    return exact_vectors(program.program) if hasattr(program, "program") else False
+    rows = [("parameter", "shape", "program", "because")]
+    for name, choice in table.items():
+        shape = " x ".join(map(str, shapes[name])) or "scalar"
+        rows.append((name, shape, short(choice.program), choice.because or "given to attach"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    total = sum(shape.numel() for shape in shapes.values())
+    shares: dict[str, list[int]] = {}
+    for name, choice in table.items():
+        shares.setdefault(short(choice.program), []).append(shapes[name].numel())
+    summary = [
+        f"{program}: {len(counts)} of {len(table)} parameters, {sum(counts) / max(total, 1):.2%} of numbers"
+        for program, counts in shares.items()
+    ]
+    head = [] if short(runs) in shares else [short(runs), ""]
+    return "\n".join([*head, *(line.rstrip() for line in lines), "", *summary])
+
+
+def explain_buckets(program: Program, bucket_bytes: int, gradient_bytes: int) -> str:
+    """Return DDP's bucket size, and a smaller one if a program would then send gradients earlier.
+
+    DDP passes a bucket to its hook when all its gradients are computed. thinwire slices large buckets, but
+    cannot send a slice before that.
+
+    Args:
+        program: Program for gradients.
+        bucket_bytes: The size of DDP's buckets.
+        gradient_bytes: The size of all gradients.
+
+    Returns:
+        A line of text.
+    """
+    said = f"DDP hands gradients over in buckets of {_megabytes(bucket_bytes)} MB"
+    wanted = program.preferred_bytes
+    if wanted is None or min(bucket_bytes, gradient_bytes) < 2 * wanted:
+        return f"{said}."
+    return (
+        f"{said}. In smaller ones they are sent earlier in backward:"
+        f" DistributedDataParallel(..., bucket_cap_mb={_megabytes(wanted)})."
+    )
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.3g}"
 
 
 def _some(names: list[str]) -> str:

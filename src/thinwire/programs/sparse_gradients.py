@@ -7,17 +7,12 @@ import torch
 from thinwire.engine.ops import AllGather, Collectives
 from thinwire.errors import UnavailableError
 from thinwire.programs.description import short
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, Program
 
 
-def takes_sparse(program: object) -> bool:
-    """Return whether a program averages sparse gradients, which it declares with an attribute."""
-    return bool(getattr(program, "takes_sparse", False))
-
-
-def require_sparse(program: object, bucket: Bucket) -> None:
+def require_sparse(program: Program, bucket: Bucket) -> None:
     """Raise UnavailableError if a bucket is sparse and the program cannot average it."""
-    if not takes_sparse(program):
+    if not program.takes_sparse:
         raise UnavailableError(
             f"the gradient of {bucket.names[0]} is sparse, and {short(program)} averages dense ones: make its"
             " module with sparse=False, or register allreduce_hook"

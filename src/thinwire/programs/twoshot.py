@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -11,15 +10,14 @@ from thinwire.engine.ops import AllGather, AllToAll, Collective, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.programs.coder import Coder, CoderInput, Tensors, scatter
 from thinwire.programs.coding import coders_of
-from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, is_alone, unchanged
+from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
 
 
 @dataclass(frozen=True, repr=False)
-class TwoShot(ReprAsWritten):
+class TwoShot(Program):
     """The mean through any codec, in two collectives. A rank sends 2 (W-1)/W of one encoded copy.
 
         rank r receives chunk r of every rank, encoded         all-to-all
@@ -50,12 +48,12 @@ class TwoShot(ReprAsWritten):
 
     codec: Codec
 
-    exact_vectors: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
-    carries_exact: ClassVar[bool] = True
-    folds_residuals: ClassVar[bool] = True
-    exact_alone: ClassVar[bool] = True
-    preferred_bytes: ClassVar[int] = 1 << 20
+    exact_vectors = True
+    stateless = True
+    carries_exact = True
+    folds_residuals = True
+    exact_alone = True
+    preferred_bytes = 1 << 20
 
     def __post_init__(self) -> None:
         require_codec(self.codec)

@@ -1,25 +1,20 @@
 """A program that averages exactly in the first steps of training."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from thinwire.engine.ops import Collectives
+import torch
+
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import (
-    Bucket,
-    Outcome,
-    Program,
-    carries_exact,
-    exact_alone,
-    require_program,
-    tracks_error,
-)
+from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
-class Warmup(ReprAsWritten):
+class Warmup(Wrapper):
     """The exact mean in the first `steps` steps, and `program` afterwards.
 
     Gradients change fastest at the start of training, and errors made there are hard to correct later. Try a
@@ -37,32 +32,40 @@ class Warmup(ReprAsWritten):
         wire = thinwire.attach(ddp, thinwire.Warmup(thinwire.PowerSGD(rank=4), steps=1000))
     """
 
-    program: Program
     steps: int
 
+    # `Exact` runs in the warm-up. It adds no residuals, neither the bucket's nor the memory's.
+    folds_residuals = False
+
     def __post_init__(self) -> None:
-        require_program(self.program)
+        super().__post_init__()
         if not isinstance(self.steps, int) or self.steps < 0:
             raise OptionError(
                 f"steps={self.steps!r} must be a whole number, at least 0: steps with exact means"
             )
 
-    @property
-    def carries_exact(self) -> bool:
-        """True if the program averages some parameters exactly, also after the warm-up."""
-        return carries_exact(self.program)
+    def feeds_back(self, shape: torch.Size) -> bool:
+        """Return False: a residual would wait for the end of the warm-up instead of being added.
 
-    @property
-    def tracks_error(self) -> bool:
-        """True if the program reports its error, as `Exact` does."""
-        return tracks_error(self.program)
+        Args:
+            shape: Shape of the parameter. Unused.
+        """
+        return False
 
-    @property
-    def exact_alone(self) -> bool:
-        """True if the program compresses nothing on one rank."""
-        return exact_alone(self.program)
+    def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
+        """Return the outline of the program that runs in the bucket's step.
+
+        Args:
+            bucket: Gradients, of which only shape, dtype and device are used.
+
+        Returns:
+            The collectives, or None if that program has no outline.
+        """
+        return self._program_at(bucket.step).outline(bucket)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run `Exact` during the warm-up, and the program afterwards."""
-        program = Exact() if bucket.step < self.steps else self.program
-        return (yield from program(bucket, memory))
+        return (yield from self._program_at(bucket.step)(bucket, memory))
+
+    def _program_at(self, step: int) -> Program:
+        return Exact() if step < self.steps else self.program

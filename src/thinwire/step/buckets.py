@@ -16,20 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.engine.futures import Result
-from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.engine.streams import Writers
-from thinwire.programs.memory import Memory
-from thinwire.programs.program import (
-    Bucket,
-    Outcome,
-    Program,
-    Programs,
-    by_program,
-    carries_exact,
-    ignores_order,
-    preferred_bytes,
-)
+from thinwire.programs.allreduce import Alone
+from thinwire.programs.program import Bucket, Program, Programs, by_program
 
 NameGroups = tuple[tuple[str, ...], ...]
 """Parameters' names, group by group, in the order in which gradients are exchanged."""
@@ -57,7 +47,7 @@ class BucketPart(NamedTuple):
         Args:
             nbytes: The size of each parameter's gradient.
         """
-        wanted, total = preferred_bytes(self.program), sum(nbytes[name] for name in self.names)
+        wanted, total = self.program.preferred_bytes, sum(nbytes[name] for name in self.names)
         count = 1 if wanted is None else max(1, round(total / wanted))
         if count == 1:
             return [self]
@@ -93,7 +83,7 @@ def parts_of(names: tuple[str, ...], nbytes: Mapping[str, int], programs: Progra
     others = (name for name in names if name not in exact)
     lossy = by_program(others, programs.program, programs.exceptions)
     candidates = [program for program, _ in lossy] or [programs.program]
-    carrier = next((program for program in candidates if carries_exact(program)), None)
+    carrier = next((program for program in candidates if program.carries_exact), None)
     if carrier is None:
         # A collective of its own for each bucket's biases would cost a round trip each.
         deferred = frozenset(name for name in exact if nbytes[name] <= _SMALL)
@@ -234,7 +224,7 @@ class Buckets:
             part = parts[0]
         else:
             part = BucketPart(programs.program, names)
-        if not ignores_order(part.program) and not all(tensor.is_contiguous() for tensor in strided_as):
+        if not part.program.ignores_order and not all(tensor.is_contiguous() for tensor in strided_as):
             return None
         self.layout.latest.append(names)
         return part
@@ -264,7 +254,7 @@ class Buckets:
         now = [part for part in parts if not part.deferred] + (self._joined() if last else [])
         pieces = [self._piece(part, bucket, views) for part in now]
         if last and not pieces:  # FSDP: no shard of the last group has numbers on this rank
-            pieces = [Piece(_unchanged, bucket, True)]
+            pieces = [Piece(Alone(), bucket, True)]
         return pieces, pending
 
     def scatter_back(self, piece: Piece, future: "torch.futures.Future[Any]") -> None:
@@ -319,7 +309,7 @@ class Buckets:
 
     def _piece(self, part: BucketPart, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> Piece:
         shared = run_of(part.names, bucket)
-        in_order = ignores_order(part.program) or all(
+        in_order = part.program.ignores_order or all(
             name in views and views[name].is_contiguous() for name in part.names
         )
         if shared is not None and in_order:
@@ -404,9 +394,3 @@ def groups_for(
         return None
     alike = all(len({parameters[name].dtype for name in group}) == 1 for group in groups)
     return groups if alike else None
-
-
-def _unchanged(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-    """Send nothing, to end a step whose last bucket has no numbers on this rank."""
-    return Outcome(bucket.buffer)
-    yield  # a program is a generator

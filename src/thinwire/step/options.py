@@ -15,8 +15,7 @@ from thinwire.codecs.checks import check_whole
 from thinwire.errors import OptionError
 from thinwire.monitors.auditor import OnExcess, check_audit
 from thinwire.programs.description import describe, described
-from thinwire.programs.program import check_fit
-from thinwire.programs.rules import Rules, check_used, checked_rules, rule_of
+from thinwire.programs.rules import Rules, check_used, checked_rules, parameters_by_rule
 from thinwire.step.autograd import step_hooks
 from thinwire.step.model import Model
 from thinwire.step.strategy import Stages, Target, configuration_of
@@ -46,7 +45,7 @@ class Options:
         """
         optimizers = optimizers_of(self.optimizer, model.parameters())
         check_dense(model)
-        check_rules(checked_rules(self.rules), model)
+        check_rules(self.rules, model)
         check_scaler(self.scaler)
         target = Target(model, optimizers, audits=bool(self.audit_every), scaler=self.scaler)
         for stage in stages.all:
@@ -145,10 +144,10 @@ def check_rules(rules: Rules, model: Model) -> None:
     """Raise OptionError if a rule fits no parameter, or its program does not fit its parameters."""
     shapes = model.shapes()
     check_used(rules, shapes)
-    for number, (_, program) in enumerate(rules):
+    members = parameters_by_rule(rules, shapes)
+    for number, (_, program) in enumerate(checked_rules(rules)):
         describe(program)
-        own = {name: shape for name, shape in shapes.items() if rule_of(rules, name, shape) == number}
-        check_fit(program, own, model.group.size())
+        program.check(members[number], model.group.size())
 
 
 def check_skipping(

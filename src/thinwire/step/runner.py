@@ -43,6 +43,7 @@ from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import Bucket, Programs
 from thinwire.programs.rules import Rules
 from thinwire.programs.sparse_gradients import require_sparse
+from thinwire.programs.wrapper import as_program
 from thinwire.step.accumulation import Accumulation
 from thinwire.step.autograd import in_backward, queue_callback, remove_handles
 from thinwire.step.buckets import BucketLayout, Buckets
@@ -315,13 +316,13 @@ class AttachedRun:
                 " every rank the same number of batches"
             )
         self.strategy.begin_step()
-        program, exceptions = self.config.gradient_program(), self.strategy.exceptions()
+        program, exceptions = as_program(self.config.gradient_program()), self.strategy.exceptions()
         exact = frozenset(name for name, other in exceptions.items() if isinstance(other, Exact))
         if self.context.auditor.every:
             equal = self.strategy.replicas_equal
             self._findings = self.context.auditor.begin(self.steps.count) if equal else None
             program, exceptions = watched_all(program, exceptions, self._findings)
-        wrapped = {id(each): self.strategy.wrap(each) for each in (program, *exceptions.values())}
+        wrapped = {id(own): as_program(self.strategy.wrap(own)) for own in (program, *exceptions.values())}
         others = {name: wrapped[id(other)] for name, other in exceptions.items()}
         memory = self.context.memory
         self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)

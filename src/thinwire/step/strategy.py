@@ -32,8 +32,9 @@ from thinwire.checkpoint.trees import same
 from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import ReprAsWritten, describe, short
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.rules import Rules, exceptions_of
+from thinwire.programs.wrapper import as_program
 from thinwire.step.model import Model
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ class Strategy:
     def begin_forward(self) -> None:
         """Prepare for the forward pass in which a schedule has just started this strategy."""
 
-    def wrap(self, program: Program) -> Program:
+    def wrap(self, program: Program) -> ProgramFunction:
         """Return the program to run in this step in place of `program`.
 
         Args:
@@ -408,7 +409,7 @@ def require_state(state: Mapping[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-Attachable: TypeAlias = Program | Configuration
+Attachable: TypeAlias = ProgramFunction | Configuration
 """What the user passes: a gradient program, or a configuration such as `DiLoCo(...)`."""
 
 
@@ -416,23 +417,23 @@ Attachable: TypeAlias = Program | Configuration
 class Gradients(Configuration):
     """Plain gradient averaging: a program averages every bucket, and every committed backward is a step."""
 
-    program: Program
+    program: ProgramFunction
 
     def __repr__(self) -> str:
         return repr(self.program)
 
     @property
-    def described(self) -> Program:
+    def described(self) -> ProgramFunction:
         """The program, in place of this wrapper, for comparing ranks and for saving."""
         return self.program
 
     def validate(self, target: Target) -> None:
         """Raise OptionError if it is not a program, or does not fit the model."""
-        require_program(self.program)
+        program = as_program(self.program)
         if not target.model.reduces_gradients:
             raise needs_ddp(short(self.program))
         describe(self.program)
-        check_fit(self.program, target.model.shapes(), target.model.group.size())
+        program.check(target.model.shapes(), target.model.group.size())
 
     def bind(self, context: Context) -> Strategy:
         """Return the strategy that runs the program on every bucket."""
@@ -440,7 +441,7 @@ class Gradients(Configuration):
 
     def gradient_program(self) -> Program:
         """Return the program."""
-        return self.program
+        return as_program(self.program)
 
     def with_gradient_program(self, program: Program) -> Configuration:
         """Return a configuration of another program."""

@@ -12,7 +12,7 @@ from thinwire.engine.ops import Collectives
 from thinwire.errors import ThinwireError
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory, NoMemory, Staged
-from thinwire.programs.program import Bucket, Program, check_outcome, stateless
+from thinwire.programs.program import Bucket, Program, check_outcome
 from thinwire.step.model import Model
 from thinwire.step.skip_overflows import Skipping
 
@@ -55,7 +55,7 @@ class OpenTransaction:
         Returns:
             The mean.
         """
-        outcome = yield from program(bucket, _NO_MEMORY if stateless(program) else self.staged(memory))
+        outcome = yield from program(bucket, _NO_MEMORY if program.stateless else self.staged(memory))
         check_outcome(program, outcome, bucket)
         self.finite.append(finite(outcome.mean) if outcome.finite is None else outcome.finite)
         return outcome.mean

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import OptionError
 from thinwire.programs.description import ReprAsWritten
-from thinwire.programs.program import require_program
+from thinwire.programs.wrapper import as_program
 from thinwire.step.strategy import Attachable, Configuration, Stages, configuration_of
 
 
@@ -50,7 +50,7 @@ class Schedule(ReprAsWritten):
                 raise OptionError(f"{config!r} cannot be a stage: it chooses its program by itself")
         for step, stage in self.stages.items():
             if not isinstance(stage, Configuration):
-                require_program(stage, f"the stage from step {step}")
+                as_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
     def at(self, step: int) -> Attachable:

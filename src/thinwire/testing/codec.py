@@ -10,7 +10,7 @@ from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
 from thinwire.programs.allreduce import Reduced
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.gathered import Gathered
-from thinwire.programs.program import Program, tracks_error
+from thinwire.programs.program import Program
 from thinwire.programs.twoshot import TwoShot
 from thinwire.testing.program import check_program
 
@@ -203,7 +203,7 @@ def _four_ranks(codec: Codec) -> None:
     for program in programs_for(codec):
         loses = 0.005 if isinstance(program, Reduced) else 1e-5
         check_program(program, loses=loses, tolerance=None)
-        if tracks_error(program):
+        if program.tracks_error:
             check_program(ErrorFeedback(program), loses=loses, tolerance=None)
 
 

@@ -5,7 +5,8 @@ import math
 import torch
 
 from thinwire.programs.finite import all_finite
-from thinwire.programs.program import Program, carries_exact
+from thinwire.programs.program import Program, ProgramFunction
+from thinwire.programs.wrapper import as_program
 from thinwire.testing.ranks import SimulatedRanks
 
 _SHAPES = {"weight": (24, 17), "bias": (24,), "scale": ()}
@@ -13,7 +14,7 @@ _LENGTH = sum(math.prod(shape) for shape in _SHAPES.values())
 
 
 def check_program(
-    program: Program,
+    program: ProgramFunction,
     *,
     ranks: int = 4,
     steps: int = 200,
@@ -44,11 +45,12 @@ def check_program(
 
         thinwire.testing.check_program(thinwire.Int8())
     """
+    program = as_program(program)
     _agree(program, ranks)
     if tolerance is not None:
         _average(program, ranks, steps, tolerance)
     _lose_nothing(program, ranks, loses)
-    if carries_exact(program):
+    if program.carries_exact:
         _carry(program, ranks)
     for bad in (math.inf, -math.inf, math.nan):
         _overflow(program, ranks, bad)

@@ -8,7 +8,8 @@ from thinwire.engine.pack import pack
 from thinwire.engine.simulate import simulate
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, ProgramFunction
+from thinwire.programs.wrapper import as_program
 
 
 class SimulatedRanks:
@@ -28,12 +29,12 @@ class SimulatedRanks:
 
     def __init__(
         self,
-        program: Program,
+        program: ProgramFunction,
         shapes: Mapping[str, Sequence[int]],
         count: int,
         exact: Collection[str] = (),
     ) -> None:
-        self.program = program
+        self.program = as_program(program)
         self.exact = frozenset(exact)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.memories = [Memory() for _ in range(count)]

@@ -24,7 +24,7 @@ STEPS = 8
 
 
 @dataclass(frozen=True)
-class Signalled:
+class Signalled(thinwire.Program):
     """Sends a signal to its own process whenever it runs, on backward's thread or the wire's."""
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:

@@ -11,6 +11,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_gradients, mlp, own
 from thinwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from thinwire.programs.program import ProgramFunction
 
 ANY: Any = thinwire
 LOSSY = thinwire.ErrorFeedback(thinwire.TwoShot(thinwire.Cast(torch.float16)))
@@ -178,7 +179,7 @@ def test_sparse_gradients_are_refused_by_attach() -> None:
     run_ranks(sparse, 2)
 
 
-def scaled(factor: float, note: object = None) -> thinwire.Program:
+def scaled(factor: float, note: object = None) -> ProgramFunction:
     def program(bucket: thinwire.Bucket, memory: thinwire.Memory) -> thinwire.Collectives[thinwire.Outcome]:
         outcome = yield from thinwire.Exact()(bucket, memory)
         return thinwire.Outcome(outcome.mean * factor if note is None else outcome.mean)

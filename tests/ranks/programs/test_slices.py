@@ -3,7 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from thinwire.kernels.library import switched_off
 class Fine(thinwire.TwoShot):
     """TwoShot in slices of about one layer of the tests' model."""
 
-    preferred_bytes: ClassVar[int] = 2400
+    preferred_bytes = 2400
 
 
 INT8 = thinwire.ErrorFeedback(Fine(thinwire.Quantize(block=64)))

@@ -14,7 +14,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp, own
 from thinwire import Configuration, Strategy
-from thinwire.strategies.averaging.local_gradients import Alone
+from thinwire.programs.allreduce import Alone
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
 

@@ -24,7 +24,7 @@ from thinwire.tools.bench.parsing import (
 
 
 @dataclass(frozen=True)
-class Mine:
+class Mine(thinwire.Program):
     """A program of a user's own."""
 
     k: int = 1

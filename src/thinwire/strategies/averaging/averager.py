@@ -13,7 +13,8 @@ from thinwire.engine.profiling import span
 from thinwire.errors import AttachError, StateError
 from thinwire.monitors.auditor import watched_all
 from thinwire.monitors.replicas import compare_replicas, fingerprints
-from thinwire.programs.allreduce import Exact
+from thinwire.programs.across_nodes import Within
+from thinwire.programs.allreduce import Alone, Exact
 from thinwire.programs.leftovers import WithLeftovers, carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import NO_EXCEPTIONS, Program
@@ -23,7 +24,6 @@ from thinwire.strategies.averaging.anchors import Anchors, restored, split_evenl
 from thinwire.strategies.averaging.exchange import ModelExchange, check_finite
 from thinwire.strategies.averaging.exchange_id import ExchangeId
 from thinwire.strategies.averaging.in_flight import InFlight, keep, kept
-from thinwire.strategies.averaging.local_gradients import Alone, Within
 from thinwire.strategies.averaging.local_parts import LocalParts, no_autograd
 from thinwire.strategies.averaging.peers import AveragingGroup
 from thinwire.strategies.averaging.policy import Average, Averaging

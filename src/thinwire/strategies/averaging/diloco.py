@@ -11,7 +11,8 @@ from thinwire.codecs.checks import check_whole
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import DERIVED_OPTIONS
-from thinwire.programs.program import Program, require_program
+from thinwire.programs.program import Program
+from thinwire.programs.wrapper import adapt
 from thinwire.strategies.averaging.outer import NESTEROV, tuned_for
 from thinwire.strategies.averaging.policy import Average, Averaging, OuterLoop
 
@@ -76,7 +77,7 @@ class DiLoCo(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("period", self.period, 1, "steps from one exchange of a parameter to the next")
-        require_program(self.program)
+        adapt(self, "program")
         check_whole("fragments", self.fragments, 1, "parts into which the model is split")
         check_whole("overlap", self.overlap, 0, "steps between starting an exchange and applying it")
         if self.fragments > self.period:
@@ -104,6 +105,7 @@ class DiLoCo(Averaging):
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError if there are more fragments than parameters, or groups do not fit the ranks."""
         super().check(shapes, world_size)
+        self.program.check(shapes, world_size)
         if self.fragments > len(shapes):
             raise OptionError(
                 f"fragments={self.fragments} exceeds the model's {len(shapes)} parameters that train"

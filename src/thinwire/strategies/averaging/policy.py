@@ -12,7 +12,8 @@ from thinwire.codecs.checks import check_whole, is_whole
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import describe
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program
+from thinwire.programs.wrapper import adapt
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.groups import Groups, check_groups
 from thinwire.strategies.averaging.outer import Tuning
@@ -89,7 +90,7 @@ class Averaging(Configuration):
     def __post_init__(self) -> None:
         check_whole("warmup_steps", self.warmup_steps, 0, "steps at the start that exchange all gradients")
         object.__setattr__(self, "within", check_groups("within", self.within))
-        require_program(self.gradients, "gradients")
+        adapt(self, "gradients")
         check_choice("buffers", self.buffers, get_args(Buffers))
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
 
@@ -108,7 +109,7 @@ class Averaging(Configuration):
         if not target.model.reduces_gradients:
             self._check_local()
         describe(self)
-        check_fit(self, target.trained_shapes(), target.model.group.size())
+        self.check(target.trained_shapes(), target.model.group.size())
 
     def _check_local(self) -> None:
         """Raise OptionError if an option needs gradients to be exchanged, for a model without DDP."""
@@ -159,6 +160,7 @@ class Averaging(Configuration):
             OptionError: An option does not fit the model or the number of ranks.
         """
         check_size("within", self.within, world_size)
+        self.gradients.check(shapes, world_size)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from thinwire.errors import StateError, UnavailableError
 from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome, Program
+from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
 from thinwire.step.autograd import remove_handles
 from thinwire.step.model import refuse_unfrozen
 from thinwire.step.strategy import Context, Strategy
@@ -108,7 +108,7 @@ class Sharder(Strategy):
         remove_handles(self._usage.handles if self._usage is not None else [])
         self._engine.close()
 
-    def wrap(self, program: Program) -> Program:
+    def wrap(self, program: Program) -> ProgramFunction:
         """Return a program that reduces a bucket's gradients to their owners by `program`."""
         return partial(self._reduce, program)
 

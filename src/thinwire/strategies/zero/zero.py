@@ -10,7 +10,8 @@ from thinwire.errors import OptionError
 from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import describe
-from thinwire.programs.program import Program, check_fit, require_program
+from thinwire.programs.program import Program
+from thinwire.programs.wrapper import adapt
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.assignment import owners
 
@@ -64,7 +65,7 @@ class ZeRO(Configuration):
     shard_buckets: bool = True
 
     def __post_init__(self) -> None:
-        require_program(self.program)
+        adapt(self, "program")
         if self.parameters not in (None, torch.bfloat16):
             raise OptionError(
                 f"parameters={self.parameters!r} must be None or torch.bfloat16, the dtype in which updated"
@@ -110,7 +111,7 @@ class ZeRO(Configuration):
                 " only: audit the same program without ZeRO"
             )
         describe(self)
-        check_fit(self, target.trained_shapes(), model.group.size())
+        self.program.check(target.trained_shapes(), model.group.size())
 
     def _check_parameters(self, target: Target) -> None:
         """Raise OptionError if the optimizer misses parameters."""
