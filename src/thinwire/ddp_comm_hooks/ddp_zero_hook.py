@@ -50,8 +50,8 @@ from thinwire.models.ddp.model import check_bucket
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.step.autograd import in_backward
 from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
+from thinwire.strategies.zero.owner_step import gradients_in, step_some
 from thinwire.strategies.zero.parameters import share
-from thinwire.strategies.zero.partial_step import gradients_in, step_some
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
