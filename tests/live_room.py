@@ -16,7 +16,7 @@ from thinwire.checkpoint.trees import copied
 from thinwire.engine.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from thinwire.engine.simulate import exchange
 from thinwire.integrations.live import attach_live
-from thinwire.models.local.model import ReplicaModel
+from thinwire.models.local import LocalModel
 from thinwire.strategies.averaging.averager import Averager
 from thinwire.strategies.averaging.handover import LiveState
 from thinwire.strategies.averaging.policy import Averaging
@@ -262,7 +262,7 @@ class Life:
         group: Any = self.seat
         self.wire, self.state = attach_live(
             self.seat,
-            ReplicaModel(self.module, group),
+            LocalModel(self.module, group),
             config,
             optimizers=[self.optimizer],
             set_up=set_up,

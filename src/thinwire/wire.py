@@ -17,8 +17,7 @@ from thinwire.programs.description import described
 from thinwire.programs.rules import choose, explain, explain_buckets
 from thinwire.step.loading import load_state
 from thinwire.step.runner import AttachedRun
-from thinwire.strategies.gradients import given_of
-from thinwire.strategies.schedule import Stage
+from thinwire.step.strategy import Attachable, as_passed, configuration_of
 
 
 class Wire:
@@ -37,9 +36,9 @@ class Wire:
         return f"Wire({self.program!r}, {size} {kind}{'' if size == 1 else 's'}, step {self.step}, {sent})"
 
     @property
-    def program(self) -> Stage:
+    def program(self) -> Attachable:
         """The program or configuration that runs now."""
-        return given_of(self._runner.config)
+        return as_passed(self._runner.config)
 
     @property
     def step(self) -> int:
@@ -80,7 +79,7 @@ class Wire:
 
             print(wire.stats())  # 200 steps: 37.6 MB sent, 3.9 x less than plain DDP, exposed 1.52 s
         """
-        return self._runner.reducer.engine.stats()
+        return self._runner.engine.stats()
 
     def audits(self) -> tuple[AuditRecord, ...]:
         """Return the latest audits.
@@ -103,19 +102,19 @@ class Wire:
             program = runner.config.model_program() or program
         shapes = model.shapes()
         chosen = choose(runner.context.rules, program, shapes)
-        table = explain(runner.plan.given if runner.plan.scheduled else self.program, chosen, shapes)
+        table = explain(runner.stages.schedule or self.program, chosen, shapes)
         alone = (
             "The wire has one rank. Nothing is sent, so thinwire's programs compress nothing."
-            if runner.reducer.communicator.size == 1
+            if runner.communicator.size == 1
             else ""
         )
         table = "\n\n".join(filter(None, (runner.strategy.explain(), table, alone)))
         if model.bucket_bytes is None:
             return table
-        gradient_bytes = sum(one.nbytes for one in model.parameters().values() if one.requires_grad)
+        gradient_bytes = sum(each.nbytes for each in model.parameters().values() if each.requires_grad)
         return f"{table}\n\n{explain_buckets(program, model.bucket_bytes, gradient_bytes)}"
 
-    def swap(self, program: Stage) -> None:
+    def swap(self, program: Attachable) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
         Nothing is lost. The next exchange of a parameter applies the residual that the old program has left,
@@ -135,7 +134,7 @@ class Wire:
         self._runner.context.model.module("swap")
         self._runner.between_steps("swap")
         with at_work():
-            self._runner.swap(program)
+            self._runner.swap(configuration_of(program))
 
     def disable(self) -> None:
         """Return to the exact mean; the same as `swap(Exact())`.
@@ -198,7 +197,7 @@ class Wire:
             OptionError: `to` is not a rank of the model's group.
         """
         self._runner.between_steps("consolidate_optimizer_state")
-        size = self._runner.reducer.communicator.size
+        size = self._runner.communicator.size
         if not isinstance(to, int) or not 0 <= to < size:
             raise OptionError(f"to={to!r} is not a rank of the model's group: it has 0 to {size - 1}")
         with at_work():
@@ -227,8 +226,8 @@ class Wire:
                 program=described(runner.config),
                 schedule_ended=runner.schedule_ended,
                 step=self.step,
-                place=(runner.reducer.communicator.rank, runner.reducer.communicator.size),
-                buckets=runner.reducer.layout.upcoming,
+                place=(runner.communicator.rank, runner.communicator.size),
+                buckets=runner.layout.upcoming,
                 memory=runner.context.memory,
                 strategy=strategy,
             )
@@ -281,13 +280,13 @@ class Wire:
         runner.between_steps(what)
         return Attachment(
             model=runner.context.model,
-            communicator=runner.reducer.communicator,
+            communicator=runner.communicator,
             optimizers=runner.context.optimizers(),
             scaler=runner.context.scaler,
             optimizer_state_differs=runner.config.optimizer_state_differs,
             replicas_equal=runner.strategy.replicas_equal,
             saves_model=runner.strategy.saves_model,
-            trains_locally=any(stage.trains_locally for stage in runner.plan.stages),
+            trains_locally=any(stage.trains_locally for stage in runner.stages.all),
         )
 
     def await_optimizer_states(self) -> None:

@@ -1,8 +1,7 @@
 """A wire among live replicas, which join and leave while a job runs, on any service that agrees on them."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,9 @@ from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
 from thinwire.engine.meter import Meter
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.local.model import ReplicaModel
-from thinwire.models.local.reducer import ReplicaReducer
-from thinwire.monitors.auditor import Auditor
-from thinwire.programs.memory import Memory
+from thinwire.models.local import LocalModel
 from thinwire.programs.rules import Rules
-from thinwire.step.connection import Connection
-from thinwire.step.runner import AttachedRun
+from thinwire.step.runner import AttachedRun, Connection
 from thinwire.step.strategy import Context
 from thinwire.strategies.averaging.handover import LiveState
 from thinwire.strategies.averaging.handshake import ReplicaRanks
@@ -30,7 +25,7 @@ from thinwire.strategies.averaging.policy import Averaging
 from thinwire.strategies.averaging.quorum import LiveReplicas
 from thinwire.strategies.averaging.quorum_service import QuorumService
 from thinwire.strategies.averaging.replica import Replica
-from thinwire.strategies.schedule import StagePlan
+from thinwire.strategies.schedule import stages_of
 from thinwire.wire import Wire
 
 
@@ -63,7 +58,7 @@ def check_live(model: torch.nn.Module, program: object) -> None:
 
 def attach_live(
     service: QuorumService,
-    model: ReplicaModel,
+    model: LocalModel,
     program: Averaging,
     *,
     optimizers: Sequence[Optimizer],
@@ -89,34 +84,29 @@ def attach_live(
     Returns:
         The wire, and the state whose `donate` and `receive` the service calls for newcomers.
     """
-    meter = Meter()
-    reducer = ReplicaReducer(model, _OneRankConnection(set_up=set_up, limit=service.limit, meter=meter))
-    made: list[LiveReplicas] = []
+    meter, made = Meter(), list[LiveReplicas]()
 
-    def join_service(replica: Replica, contribute: Contribute) -> LiveReplicas:
+    def join_service(replica: Replica, contribute: Contribute, context: Context) -> LiveReplicas:
         if made:
             raise UnavailableError(
                 "live replicas cannot swap programs: restart all of them with the other one"
             )
-        state = LiveState(replica, reducer.steps, set_up=set_up, share_optimizer=share_optimizer)
+        state = LiveState(replica, context.steps, set_up=set_up, share_optimizer=share_optimizer)
         options: dict[str, Any] = {"meter": meter, "check_every": check_every, "ranks": ranks}
         made.append(LiveReplicas(service, state, contribute, **options))
         return made[0]
 
     references = [weakref.ref(optimizer) for optimizer in optimizers]
-    context = Context(
-        reducer=reducer,
-        memory=Memory(),
+    run = AttachedRun(
+        model,
+        _connection(service, model.device, meter),
+        stages_of(program),
         rules=rules,
-        auditor=Auditor(0, None, "warn", 1),
-        check_every=0,
         optimizers=lambda: [held for reference in references if (held := reference()) is not None],
-        scaler="auto",
         membership=join_service,
     )
-    runner = AttachedRun(context, StagePlan(program))
-    runner.start()
-    return Wire(runner), made[0].state
+    run.start()
+    return Wire(run), made[0].state
 
 
 class _OneRank:
@@ -129,19 +119,12 @@ class _OneRank:
         return 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OneRankConnection(Connection):
-    """A connection to no other rank: set-ups are compared in the handshake before each exchange."""
+def _connection(service: QuorumService, device: torch.device, meter: Meter) -> Connection:
+    """Return a communicator of one rank, with a store of its own, and its engine.
 
-    def open(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        also_compare: Callable[[], None] = lambda: None,
-    ) -> tuple[Any, Engine]:
-        """Return a communicator of one rank, with a store of its own, and its engine."""
-        assert self.limit is not None
-        alone: Any = _OneRank()
-        communicator = BorrowedGroup(alone, self.limit)
-        communicator.rendezvous = StoreRendezvous(alone, self.limit, dist.HashStore())
-        return communicator, Engine(communicator, device=device, meter=self.meter)
+    Set-ups are compared in the handshake before each exchange.
+    """
+    alone: Any = _OneRank()
+    communicator: Any = BorrowedGroup(alone, service.limit)
+    communicator.rendezvous = StoreRendezvous(alone, service.limit, dist.HashStore())
+    return Connection(communicator, Engine(communicator, device=device, meter=meter))

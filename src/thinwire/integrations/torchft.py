@@ -13,11 +13,10 @@ from thinwire.integrations.live import attach_live, check_live
 from thinwire.models.fsdp.internals import is_sharded
 from thinwire.models.fsdp.model import ShardedModel
 from thinwire.models.fsdp.shards import Shards
-from thinwire.models.local.model import ReplicaModel
-from thinwire.options import optimizers_of
+from thinwire.models.local import LocalModel
 from thinwire.programs.description import described
 from thinwire.programs.rules import Rules, check_used, checked_rules
-from thinwire.step.connection import Connection
+from thinwire.step.options import optimizers_of
 from thinwire.strategies.averaging.handshake import OneRank, ReplicaRanks
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.wire import Wire
@@ -118,7 +117,7 @@ def attach(
     return wire
 
 
-def _handle(model: nn.Module, service: ManagerQuorum) -> ReplicaModel:
+def _handle(model: nn.Module, service: ManagerQuorum) -> LocalModel:
     """Return the model's handle, after checking that the manager has the same ranks."""
     if isinstance(model, DistributedDataParallel):
         raise AttachError(
@@ -132,7 +131,7 @@ def _handle(model: nn.Module, service: ManagerQuorum) -> ReplicaModel:
                 f"the manager's replica has {service.ranks} ranks, and the model is whole on each of them:"
                 " shard it with fully_shard(model, mesh=mesh), or run one process per replica"
             )
-        return ReplicaModel(model, service.group)
+        return LocalModel(model, service.group)
     sharded = ShardedModel(model, service.group)
     mesh = sharded.mesh
     if (mesh.size(), mesh.get_local_rank()) != (service.ranks, service.own_rank):
@@ -144,12 +143,11 @@ def _handle(model: nn.Module, service: ManagerQuorum) -> ReplicaModel:
     return sharded
 
 
-def _ranks(handle: ReplicaModel, set_up: SetUp, service: ManagerQuorum) -> ReplicaRanks:
+def _ranks(handle: LocalModel, set_up: SetUp, service: ManagerQuorum) -> ReplicaRanks:
     """Return the ranks of this replica, after comparing their set-ups. Collective among them."""
     if not isinstance(handle, ShardedModel):
         return OneRank()
-    connection = Connection(set_up=set_up, limit=_RANK_LIMITS * service.limit)
-    shards = Shards(handle.shard_group, connection, handle.device)
-    shards.open()
+    shards = Shards(handle.shard_group, handle.device)
+    shards.open(set_up, _RANK_LIMITS * service.limit)
     handle.on_gone(shards.close)
     return shards

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError, WireError
-from thinwire.options import duration_of
+from thinwire.step.options import duration_of
 
 try:
     from torchft import Manager, ProcessGroupGloo

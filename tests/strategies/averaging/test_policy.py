@@ -13,7 +13,7 @@ from torch import nn
 
 import thinwire
 from thinwire import DiLoCo, Hierarchical, LocalSGD, SparseLoCo
-from thinwire.models.ddp.model import Model
+from thinwire.models.ddp.model import DDPModel
 from thinwire.programs.description import describe
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.diloco import pseudo_gradients
@@ -127,7 +127,7 @@ def test_anchors_of_half_precision_parameters_keep_what_those_round_off() -> Non
     torch.testing.assert_close(anchors["p"], torch.full((3,), 1 - 0.016))
 
 
-class Hooks(Model):
+class Hooks(DDPModel):
     """The hooks of a model that is not distributed."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -48,16 +48,11 @@ class Averager(Strategy):
         memory = context.memory.scoped(MODEL_SCOPE)
         self.replica = Replica(context.model, context.optimizers(), config, memory)
         self._in_flight: list[InFlight] = []
-        self._begun_at = context.reducer.steps.count
+        self._begun_at = context.steps.count
         self._training_steps: TrainingSteps | None = None
         self._broadcasts_buffers = False
-        self._neighbours: tuple[int, ...] = ()
-        self.membership: Membership
-        if context.membership is None:
-            self.membership = group = FixedGroup(self.replica, self._contribution, context)
-            self._neighbours = group.neighbours
-        else:
-            self.membership = context.membership(self.replica, self._contribution)
+        make = context.membership or FixedGroup
+        self.membership: Membership = make(self.replica, self._contribution, context)
         try:
             self.reconfigure(config)
         except BaseException:
@@ -67,7 +62,7 @@ class Averager(Strategy):
     def start(self) -> None:
         """Register hooks on the model and its optimizers."""
         model = self.context.model
-        self._begun_at = self.context.reducer.steps.count
+        self._begun_at = self.context.steps.count
         self._finalizer = model.on_gone(_let_go, self)
         self._broadcasts_buffers = model.broadcasts_buffers
         self._training_steps = TrainingSteps(model, self.replica.optimizers, self)
@@ -87,7 +82,7 @@ class Averager(Strategy):
     @property
     def step(self) -> int:
         """Training steps since this strategy started."""
-        return self.context.reducer.steps.count - self._begun_at
+        return self.context.steps.count - self._begun_at
 
     @property
     def warm(self) -> bool:
@@ -118,7 +113,7 @@ class Averager(Strategy):
         """Return `program` in the warm-up, then a program that averages within groups or not at all."""
         if self.warm:
             return program
-        return Alone() if self.config.within is None else Within(program, self._neighbours)
+        return Alone() if self.config.within is None else Within(program, self.membership.neighbours)
 
     def exceptions(self) -> Mapping[str, Program]:
         """Return the parameters whose gradients use another program in this step, with that program."""
@@ -165,8 +160,8 @@ class Averager(Strategy):
         with no_autograd():
             self.membership.retire(trained_locally=not self.warm)
         self.close()
-        wire = self.context.reducer.communicator
-        self.context.reducer.steps.scales.share(lambda own: wire.rendezvous.gather("scales", own, wire.limit))
+        wire = self.context.communicator
+        self.context.steps.scales.share(lambda own: wire.rendezvous.gather("scales", own, wire.limit))
 
     def close(self) -> None:
         """Stop averaging without synchronising ranks."""
@@ -196,14 +191,14 @@ class Averager(Strategy):
         A step that overflowed in the warm-up was skipped by all ranks, and does not count.
         """
         self.membership.check()
-        steps = self.context.reducer.steps
+        steps = self.context.steps
         if self.warm and steps.overflowed:
             return
         steps.advance()
         since = self.step - self.config.warmup_steps
         if since == 0:
             self._set_broadcasts()
-            steps.settle_leftover()
+            self.context.settle_leftover()
             set_aside(self.context.memory)  # from here on gradients use other programs, or stay local
         if since <= 0:
             return
@@ -246,7 +241,7 @@ class Averager(Strategy):
         self._apply(self._in_flight.pop(0))
 
     def _apply(self, flight: InFlight) -> None:
-        means, count, replica = flight.means(), self.context.reducer.steps.count, self.replica
+        means, count, replica = flight.means(), self.context.steps.count, self.replica
         check_finite(means, count)
         fallback = self.context.auditor.conclude(flight.findings, count, MODELS)
         if fallback is not None:
@@ -311,13 +306,13 @@ class Averager(Strategy):
                 flight["fragment"],
                 flight["due"],
                 means=_returning(means_like(replica.parameters, flight["means"])),
-                contributors=self.context.reducer.communicator.size,
+                contributors=self.context.communicator.size,
             )
             for flight in saved["in_flight"]
         ]
 
         def take_over() -> None:
-            self._begun_at = self.context.reducer.steps.count - saved["step"]
+            self._begun_at = self.context.steps.count - saved["step"]
             replica.window, replica.exchanges, replica.whole = saved["window"], saved["used"], saved["whole"]
             replica.anchors, self._in_flight = anchors, in_flight
             with no_autograd():

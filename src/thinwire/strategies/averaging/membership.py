@@ -81,6 +81,8 @@ class Membership(Protocol):
 
     replicas: tuple[str, ...]
     """The names of the replicas in the last exchange that was applied."""
+    neighbours: tuple[int, ...]
+    """The ranks whose gradients are averaged with this one's in every step, by the option `within`."""
     to_unfreeze: str
     """How to train a parameter that was frozen at attach, for errors."""
 
@@ -157,23 +159,22 @@ class FixedGroup:
     to_unfreeze = "call wire.swap(wire.program) after unfreezing it, on every rank"
 
     def __init__(self, replica: Replica, contribute: Contribute, context: Context) -> None:
-        model, reducer = context.model, context.reducer
+        model = context.model
         self._replica, self._contribute = replica, contribute
-        self._steps, self._check_every = reducer.steps, context.check_every
-        self._communicator = GroupCommunicator(model.group, reducer.communicator.limit)
+        self._steps, self._check_every = context.steps, context.check_every
+        self._communicator = GroupCommunicator(model.group, context.communicator.limit)
         self._communicator.open()
         try:
             config, communicator = replica.config, self._communicator
             self.everyone = tuple(range(communicator.size))
             self.neighbours = members_of(config.within, communicator, model.group)
-            """The ranks whose gradients are averaged with this one's in every step."""
             self._members = {
                 groups: members_of(groups, communicator, model.group) for groups in config.groups()
             }
         except BaseException:
             self._communicator.close()
             raise
-        self._engine = Engine(communicator, device=model.device, meter=reducer.engine.meter, purpose=MODELS)
+        self._engine = Engine(communicator, device=model.device, meter=context.engine.meter, purpose=MODELS)
         self.replicas = tuple(f"rank {rank}" for rank in self._engine.world_ranks(self.everyone))
 
     def check(self) -> None:

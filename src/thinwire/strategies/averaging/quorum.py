@@ -110,6 +110,7 @@ class LiveReplicas:
         ranks: The ranks of this replica.
     """
 
+    neighbours = ()
     to_unfreeze = "restart all replicas, and unfreeze it before attach"
 
     def __init__(

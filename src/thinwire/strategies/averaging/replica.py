@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from thinwire.engine.comm.borrowed_group import run_abreast
 from thinwire.engine.pack import batches, local_part, real_numbers
 from thinwire.programs.memory import Memory
-from thinwire.step.model import AttachedModel
+from thinwire.step.model import Model
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.policy import Averaging, OuterLoop
 from thinwire.strategies.averaging.shared_state import reset_states
@@ -52,7 +52,7 @@ class Replica:
     """
 
     def __init__(
-        self, model: AttachedModel, optimizers: Sequence[Optimizer], config: Averaging, memory: Memory
+        self, model: Model, optimizers: Sequence[Optimizer], config: Averaging, memory: Memory
     ) -> None:
         named = model.parameters()
         self.parameters = LocalParts({name: held for name, held in named.items() if held.requires_grad})
@@ -115,7 +115,7 @@ def no_autograd() -> Iterator[None]:
         yield
 
 
-def start_equal(model: AttachedModel) -> None:
+def start_equal(model: Model) -> None:
     """Copy the first replica's parameters and buffers to all others, as DDP does. Collective.
 
     DiLoCo's anchors must be equal on all replicas, and they start from these values.

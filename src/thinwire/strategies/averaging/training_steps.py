@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from thinwire.amp.skipped_steps import SkippedSteps
 from thinwire.engine.futures import at_work
 from thinwire.engine.pack import local_part
-from thinwire.models.ddp.model import remove_handles
-from thinwire.step.model import AttachedModel
+from thinwire.step.autograd import remove_handles
+from thinwire.step.model import Model
 
 _LONG_WITHOUT_A_STEP = 10
 _CERTAIN = 2
@@ -44,7 +44,7 @@ class TrainingSteps:
     micro-batch counts as a step, with a warning once the loop is seen to accumulate.
     """
 
-    def __init__(self, model: AttachedModel, optimizers: Sequence[Optimizer], listener: Listener) -> None:
+    def __init__(self, model: Model, optimizers: Sequence[Optimizer], listener: Listener) -> None:
         self.open = False
         """Whether a backward has run whose step has not ended."""
         self._listener = listener

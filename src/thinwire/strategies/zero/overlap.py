@@ -13,8 +13,9 @@ from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
-from thinwire.models.ddp.internals import after_ddp_finishes, queue_callback
+from thinwire.models.ddp.internals import after_ddp_finishes
 from thinwire.programs.program import Bucket
+from thinwire.step.autograd import queue_callback
 from thinwire.strategies.zero.exchanges import Pieces
 from thinwire.strategies.zero.owner_step import gradients_in
 

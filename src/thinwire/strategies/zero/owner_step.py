@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from thinwire.engine.ops import AllGather, Collectives
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import UnavailableError
-from thinwire.models.ddp.internals import no_step_hooks, version_of
+from thinwire.step.autograd import no_step_hooks, version_of
 
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -20,11 +20,12 @@ from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.errors import StateError, UnavailableError
-from thinwire.models.ddp.model import remove_handles
+from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
-from thinwire.step.model import refuse_unfrozen, require_ddp
+from thinwire.step.autograd import remove_handles
+from thinwire.step.model import refuse_unfrozen
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
@@ -61,7 +62,7 @@ class Sharder(Strategy):
         super().__init__(config, context)
         model, zero = require_ddp(context.model, repr(config)), config
         parameters, (optimizer,) = model.parameters(), context.optimizers()
-        communicator = GroupCommunicator(model.group, context.reducer.communicator.limit)
+        communicator = GroupCommunicator(model.group, context.communicator.limit)
         communicator.open()
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
@@ -76,11 +77,11 @@ class Sharder(Strategy):
         self._changed = False
         self._overflowed = self._skips = False
         """Whether the latest backward overflowed, and whether the current step is skipped for it."""
-        meter = context.reducer.engine.meter
+        meter = context.engine.meter
         self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
         model.on_gone(self._engine.close)
         self._lent: torch.Tensor | None = None
-        self._scalers_checked = context.reducer.steps.scales.named
+        self._scalers_checked = context.steps.scales.named
         self._exchanged: set[str] = set()
         """Own parameters that no backward has reached since their gradient was exchanged."""
         self._added_to: dict[str, torch.Tensor] = {}
@@ -292,7 +293,7 @@ class Sharder(Strategy):
         return torch.tensor(overflows == 0, dtype=torch.bool, device="cpu")
 
     def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
-        return self._engine.run(steps, step=self.context.reducer.steps.count, label=label)
+        return self._engine.run(steps, step=self.context.steps.count, label=label)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = _closure_in(args, kwargs)
@@ -323,7 +324,7 @@ class Sharder(Strategy):
         Sharing would round parameters that were never shared before. In a closure the backward that may
         overflow comes later. A fused optimizer skips the step by itself if a GradScaler calls it.
         """
-        skips = self.context.reducer.steps.skipping.skips
+        skips = self.context.steps.skipping.skips
         return self._overflowed and skips and closure is None and "found_inf" not in vars(optimizer)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -339,7 +340,7 @@ class Sharder(Strategy):
             [float(self._changed), float(self.missing is not None)], dtype=torch.float32, device=self._device
         )
         with torch.no_grad():
-            nothing, count = self._nothing(), self.context.reducer.steps.count
+            nothing, count = self._nothing(), self.context.steps.count
             for bucket in self._chunks():
                 steps = self._share(Pieces.of(bucket, self.owners))
                 self._engine.submit(steps, step=count, label=bucket, last=False, instead=nothing)

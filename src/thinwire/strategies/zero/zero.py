@@ -7,11 +7,11 @@ import torch
 from torch.amp import GradScaler
 
 from thinwire.errors import OptionError
+from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import describe
 from thinwire.programs.program import Program
 from thinwire.programs.wrapper import adapt
-from thinwire.step.model import require_ddp
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.assignment import owners
 
