@@ -334,11 +334,6 @@ def check_outcome(program: Program, outcome: object, bucket: Bucket) -> None:
         )
 
 
-def mean_of(steps: Collectives[Outcome]) -> Collectives[torch.Tensor]:
-    """Run a program and return only its mean."""
-    return (yield from steps).mean
-
-
 NO_EXCEPTIONS: Mapping[str, Program] = {}
 """The empty mapping, where all parameters use one program."""
 

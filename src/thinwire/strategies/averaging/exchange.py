@@ -14,7 +14,7 @@ from thinwire.errors import DivergedError, MismatchError
 from thinwire.monitors.audit import Findings
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import Memory, Staged
-from thinwire.programs.program import Bucket, Program, by_program, mean_of, outcome_of
+from thinwire.programs.program import Bucket, Program, by_program, check_outcome
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size. Buckets are small enough to overlap, and too large for latency to dominate."""
@@ -125,7 +125,7 @@ class ModelExchange:
         )
         self._futures = []
         for number, (program, bucket) in enumerate(work, 1):
-            averaging = _after(self._points, mean_of(outcome_of(program, bucket, self._memory)))
+            averaging = _mean(self._points, program, bucket, self._memory)
             future = engine.submit(
                 members.limit(averaging),
                 step=point.step,
@@ -221,15 +221,15 @@ def compare_points(gathered: torch.Tensor, ranks: tuple[int, ...]) -> None:
         )
 
 
-def _after(
-    points: "torch.futures.Future[torch.Tensor]", program: Collectives[torch.Tensor]
+def _mean(
+    points: "torch.futures.Future[torch.Tensor]", program: Program, bucket: Bucket, memory: Memory
 ) -> Collectives[torch.Tensor]:
-    """Run a program after the ranks have compared their points.
-
-    In the static order the comparison ends before the first turn after this wait, so it never blocks.
-    """
+    """Average a bucket after the ranks have compared their points."""
+    # In the static order the comparison ends before the first turn after this wait, so it never blocks.
     yield Await(points)
-    return (yield from program)
+    outcome = yield from program(bucket, memory)
+    check_outcome(program, outcome, bucket)
+    return outcome.mean
 
 
 def _buckets(

@@ -168,7 +168,7 @@ class FixedGroup:
             config, communicator = replica.config, self._communicator
             self.everyone = tuple(range(communicator.size))
             self.neighbours = members_of(config.within, communicator, model.group)
-            self._members = {
+            self._groups = {
                 groups: members_of(groups, communicator, model.group) for groups in config.groups()
             }
         except BaseException:
@@ -195,12 +195,14 @@ class FixedGroup:
         loop = self._replica.config.outer_loop
         flights = []
         for average in averages:
-            ranks = self.everyone if average.among is None else self._members[average.among]
+            ranks = self.everyone if average.among is None else self._groups[average.among]
             contribution = self._contribute(average.fragment, self._replica.memory)
+            point = ExchangeId(self._steps.count, average.fragment)
+            exchange = ModelExchange(self._engine, point, contribution, self._members(ranks))
             flight = InFlight(
                 average.fragment,
                 due=step + (0 if loop is None else loop.overlap),
-                means=self._start(average.fragment, contribution, ranks).means,
+                means=exchange.means,
                 contributors=len(self.everyone),
                 everyone=ranks == self.everyone,
                 ranks=ranks,
@@ -247,7 +249,8 @@ class FixedGroup:
             memory,
             number=replica.exchanges // len(replica.fragments),
         )
-        means = self._start(None, contribution, self.everyone).means()
+        point = ExchangeId(self._steps.count, None)
+        means = ModelExchange(self._engine, point, contribution, self._members(self.everyone)).means()
         check_finite(means, self._steps.count)
         replica.write(means)
         self._share_buffers(self.everyone)
@@ -278,11 +281,8 @@ class FixedGroup:
         """Leave the process group."""
         self._engine.close()
 
-    def _start(
-        self, fragment: int | None, contribution: Contribution, ranks: tuple[int, ...]
-    ) -> ModelExchange:
-        members = Members(ranks, self._communicator.rank, self._communicator.size)
-        return ModelExchange(self._engine, ExchangeId(self._steps.count, fragment), contribution, members)
+    def _members(self, ranks: tuple[int, ...]) -> Members:
+        return Members(ranks, self._communicator.rank, self._communicator.size)
 
     def _run(self, program: Collectives[torch.Tensor], ranks: tuple[int, ...], label: str) -> torch.Tensor:
         limited = program if ranks == self.everyone else among(ranks, program)

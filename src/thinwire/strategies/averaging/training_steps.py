@@ -142,19 +142,21 @@ class TrainingSteps:
         if self._cut_short:
             self._without = 0
             self._listener.stepped_late()
-        else:
-            self._count(optimizer)
+        elif self._is_last(optimizer):
+            self._end()
 
     def _step_skipped(self, optimizer: Optimizer) -> None:
-        if not self._cut_short:
-            self._count(optimizer)
+        if not self._cut_short and self._is_last(optimizer):
+            self._end()
 
-    def _count(self, optimizer: Optimizer) -> None:
+    def _is_last(self, optimizer: Optimizer) -> bool:
+        """Record that an optimizer has stepped, and return whether all have."""
         self._without = 0
         self._stepped.add(id(optimizer))
-        if self._stepped == self._awaited:
-            self._check_accumulation()
-            self._end()
+        if self._stepped != self._awaited:
+            return False
+        self._check_accumulation()
+        return True
 
     def _check_accumulation(self) -> None:
         """Warn once if consecutive optimizer steps use gradients of several counted backward passes."""
