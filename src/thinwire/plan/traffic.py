@@ -186,7 +186,7 @@ def traffic(layout: Layout, ranks: int, step: int, dtype: torch.dtype = torch.fl
 
 
 def _collectives(program: Program, bucket: Bucket, memory: Memory) -> Iterator[Collective]:
-    """Yield a program's collectives, by its outline where running it for every rank would take long."""
+    """Yield a program's collectives, from its outline where tracing time grows with the ranks."""
     outline = program.outline(bucket) if bucket.world_size > _FEW else None
     yield from outline or rehearse(program(bucket, memory), bucket.rank, bucket.world_size)
 
