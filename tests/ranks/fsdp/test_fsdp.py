@@ -179,6 +179,7 @@ def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_frozen_parameters_train_as_with_hybrid_sharding_when_unfrozen_later_too() -> None:
     results = run_ranks(fine_tune, 4)
     for kind, (native, exact, int8) in results[0].items():
@@ -316,6 +317,7 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_down() -> None:
     results = run_ranks(one_evaluates_alone, 4, group_timeout=600)
     for rank, other in ((0, 2), (1, 3)):
