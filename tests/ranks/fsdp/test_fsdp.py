@@ -511,7 +511,7 @@ def test_an_owners_gradients_of_its_own_shard_are_not_rounded(world_size: int) -
 
 
 def drawn(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=2, stochastic=True))
+    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=4, stochastic=True))
     gradients = torch.randn(world_size, world_size, 40, generator=torch.Generator().manual_seed(0))
     group, found = dist.group.WORLD, []
     assert group is not None
