@@ -85,7 +85,7 @@ def no_data() -> Any:
         ("two_inputs", "TypeError: .*'y'.*: forward takes one batch"),
         ("batch_of_step", r"batch\(0, 0\) does not work .TypeError.* batch takes a rank and a step"),
         ("no_data", r"batch\(0, 0\) does not work .FileNotFoundError: train.bin"),
-        ("LossOfMLP", r"is a class: give a function .* LossOfMLP\(\), batch"),
+        ("LossOfMLP", r"is a class: pass a function .* LossOfMLP\(\), batch"),
     ],
 )
 def test_a_model_that_cannot_train_is_one_clear_error(name: str, message: str) -> None:
