@@ -107,8 +107,8 @@ class AcrossNodes(Wrapper):
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))
 
-        # Each rank receives its slice of the node's mean. Divide first, so that the sum cannot overflow before
-        # the mean does.
+        # Each rank receives its slice of the node's mean. Numbers are divided first, so that the sum cannot
+        # overflow before the mean does.
         shares = Shares(bucket, size)
         own = yield ReduceScatter(shares.split(bucket.buffer.mul_(1 / size)), ranks=neighbours)
         # Ranks with the same place on their nodes average their slices by the program. All slices have one
