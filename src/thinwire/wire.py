@@ -240,7 +240,9 @@ class Wire:
             load_state(self._runner, own, keep_buckets=keep_buckets)
 
     def attachment(self, what: str) -> Attachment:
-        """Settle the latest step, and return what the wire is attached to, for code that saves or resumes.
+        """Settle the latest step, and return the objects that the wire is attached to.
+
+        Code that saves, resumes or wraps a training needs them, such as an integration of a framework.
 
         Args:
             what: The caller's name, for the error message.

@@ -20,7 +20,7 @@ from thinwire.programs.block_coder import layout_of_blocks
 from thinwire.programs.coding import layout_of
 from thinwire.strategies.averaging.parameters import average_used
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, share_buffers
-from thinwire.strategies.zero.clip import norm_of
+from thinwire.strategies.zero.owner_step import norm_of
 from thinwire.testing import SimulatedRanks
 
 SHAPES = {"w": (40, 24), "v": (12, 9), "bias": (7,)}

@@ -21,8 +21,7 @@ from thinwire.monitors.audit import Audited, Findings
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
 from thinwire.programs.finite import finite
 from thinwire.programs.wrapper import as_program
-from thinwire.strategies.zero.pieces import Pieces
-from thinwire.strategies.zero.reduce import reduce_to_owners
+from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
 from thinwire.testing.ranks import SimulatedRanks
 
 SHAPES = {"weight": (24, 16), "conv": (8, 4, 3, 3), "bias": (16,)}

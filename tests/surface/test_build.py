@@ -96,3 +96,10 @@ def test_the_changelog_and_the_citation_have_the_version() -> None:
     assert newest is not None
     assert newest[1] == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_tools_outside_the_environment_have_its_versions() -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "constraints.in").read_text(), flags=re.M))
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"ruff-pre-commit\n    rev: v{pins['ruff']} " in hooks
+    assert f"twine=={pins['twine']}\n" in (ROOT / ".github/workflows/wheels.yml").read_text()

@@ -88,7 +88,7 @@ class SavableWire(Protocol):
         """Load this rank's own state, or those of all ranks. Collective."""
 
     def attachment(self, what: str) -> Attachment:
-        """Settle the latest step, and return what the wire is attached to."""
+        """Settle the latest step, and return the objects that the wire is attached to."""
 
     def await_optimizer_states(self) -> None:
         """Accept another rank's optimizer state for now, because this rank's own is loaded after it."""

@@ -157,6 +157,7 @@ def joined(shards: object, needed: Sequence[Sequence[int]]) -> dict[str, Any]:
             )
         if shard["format"] != FORMAT:
             raise StateError(f"format {shard['format']!r} is not {FORMAT}: another version wrote this shard")
+        # Shards of two jobs, or of two saves, own some parameters twice, and their states would mix.
         for owner, numbers in shard["owned"].items():
             for number in numbers:
                 if owners.setdefault(number, owner) != owner:
@@ -211,6 +212,7 @@ def check_owned(
         owned: The parameters that this rank steps, by name.
     """
     names = {id(parameter): name for name, parameter in owned.items()}
+    # strict=False: this runs before torch's own validation, which reports groups of another size better.
     lost = [
         names[id(parameter)]
         for saved, group in zip(state["param_groups"], groups, strict=False)
@@ -265,6 +267,7 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 f"the states, of {len(states)} ranks under ZeRO, lack the state of some parameters, which"
                 " other ranks owned: pass the states of all ranks that saved"
             )
+    # Parameters are numbered in torch's own states, and named in those of torch.distributed.checkpoint.
     ordered = sorted(whole.items(), key=lambda item: (isinstance(item[0], str), item[0]))
     return {**states[0], "param_groups": groups, "state": dict(ordered)}
 
@@ -334,7 +337,7 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
 
     assert isinstance(parameter, DTensor)
     if value.dim() == 0 or value.shape != local_part(parameter).shape:
-        return value.clone()
+        return value.clone()  # such as a step count, which every shard has
     return DTensor.from_local(
         value.clone(),
         parameter.device_mesh,

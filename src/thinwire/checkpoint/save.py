@@ -180,7 +180,7 @@ def load_checkpoint(
 
 
 def _attachment(model: nn.Module, wire: SavableWire, what: str) -> Attachment:
-    """Return what the wire is attached to; raise if `model` is another one, or sharded."""
+    """Return the wire's attachment; raise if `model` is another one, or sharded."""
     attached = wire.attachment(what)
     shard = attached.model.shard_key
     if shard is not None:

@@ -18,10 +18,8 @@ from thinwire.errors import StateError
 from thinwire.programs.memory import Memory, is_model_slot, is_residual, is_whole_residual
 
 FORMAT = 1
-_KEYS = {
-    *("format", "program", "written", "schedule_ended", "step", "rank", "world_size", "buckets", "scale"),
-    "memory",
-}
+_KEYS = {"format", "program", "written", "schedule_ended", "step", "rank", "world_size"}
+_KEYS |= {"buckets", "scale", "memory"}
 """The keys of the wire itself. All others are entries of its strategy."""
 _SIZED = re.compile(r"(?:.*: )?q (\d{1,9})x(\d{1,9})")
 """The slots of PowerSGD's factors, which are named by their shape."""

@@ -49,8 +49,8 @@ from thinwire.models.ddp.internals import has_rebuilt_buckets, in_backward
 from thinwire.models.ddp.reducer import check_bucket
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
 from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
+from thinwire.strategies.zero.owner_step import gradients_in, step_some
 from thinwire.strategies.zero.parameters import share
-from thinwire.strategies.zero.partial_step import gradients_in, step_some
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

@@ -31,7 +31,7 @@ from thinwire.models.ddp.internals import (
 )
 from thinwire.models.ddp.reducer import check_bucket
 from thinwire.options import unwrapped
-from thinwire.strategies.zero.partial_step import gradients_in, step_some
+from thinwire.strategies.zero.owner_step import gradients_in, step_some
 
 __all__: list[str] = []
 

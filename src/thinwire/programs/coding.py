@@ -16,17 +16,29 @@ def coders_of(codec: Codec, bucket: Bucket) -> list[Coder]:
     """Return the coder of each rank in this step. No block is wider than the largest parameter."""
     pairs, sizes = 2 if bucket.buffer.is_complex() else 1, zip(bucket.names, bucket.shapes, strict=True)
     longest = max((shape.numel() for name, shape in sizes if name not in bucket.exact), default=0)
-    return [_coder(one, pairs * longest) for one in own_codecs(codec, bucket)]
+    return [coder_of(own, pairs * longest) for own in own_codecs(codec, bucket)]
 
 
 def own_codecs(codec: Codec, bucket: Bucket) -> list[Codec]:
-    """Return the codec of each rank in this step. Every rank derives the seeds of all ranks."""
+    """Return the codec of each rank in this step."""
+    return seeded(codec, bucket.world_size, bucket.step, bucket.names[0])
+
+
+def seeded(codec: Codec, ranks: int, *words: object) -> list[Codec]:
+    """Return the codec of each rank. If it draws random numbers, every rank derives the seeds of all ranks.
+
+    Args:
+        codec: The codec.
+        ranks: The number of ranks.
+        *words: What the seeds depend on, equal on all ranks.
+    """
     if not hasattr(codec, "seed"):
-        return [codec] * bucket.world_size
-    return [reseeded(codec, bucket.step, bucket.names[0], rank) for rank in range(bucket.world_size)]
+        return [codec] * ranks
+    return [reseeded(codec, *words, rank) for rank in range(ranks)]
 
 
-def _coder(codec: Codec, longest: int) -> Coder:
+def coder_of(codec: Codec, longest: int) -> Coder:
+    """Return the coder of a codec for pieces of at most this length."""
     if not isinstance(codec, BlockCodec):
         return JoinedCoder(codec)
     width = codec.width(longest)
@@ -46,7 +58,8 @@ class JoinedCoder(Coder):
 
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Join the numbers and encode them."""
-        self._write(_joined(given), 1, errors, parts)
+        whole = errors is None and given.residuals is None and len(given.values) == 1
+        self._write(given.values[0] if whole else _joined(given), 1, errors, parts)
 
     def encode_mean(
         self,

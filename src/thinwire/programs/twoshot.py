@@ -14,6 +14,7 @@ from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
 from thinwire.programs.finite import finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
+from thinwire.programs.reduce_scatter import Rows, to_owners
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,37 +66,33 @@ class TwoShot(Program):
         rank, world = bucket.rank, bucket.world_size
         coders = coders_of(self.codec, bucket)
         division = Division.of(bucket, coders[0].block)
-        numbers, wire = _Numbers(bucket, division), _Rows(bucket, division, coders[0])
-        others = [place for place in range(world) if place != rank]
+        numbers, rows = _Numbers(bucket, division), _rows(bucket, division, coders[0])
 
-        rows = wire.empty(world)
-        for place in others:
-            parts, exact = wire.read(rows[place], place)
-            coders[rank].encode(numbers.given(place), numbers.errors(place), parts)
-            torch.cat([*numbers.exact(place), exact[:0]], out=exact)
-        received = yield AllToAll(rows, in_order=False)
+        def write(owner: int, row: Parts) -> None:
+            *parts, exact = row
+            coders[rank].encode(numbers.given(owner), numbers.errors(owner), tuple(parts))
+            torch.cat([*numbers.exact(owner), exact[:0]], out=exact)  # a chunk may have no exact numbers
 
-        row = wire.empty(1)[0]
-        parts, exact = wire.read(row, rank)
-        arrived = [wire.read(received[place], rank) for place in range(world)]
-        coders[rank].encode_mean(
-            numbers.given(rank),
-            [(coders[place], arrived[place][0]) for place in others],
-            world,
-            numbers.errors(rank),
-            parts,
-        )
-        torch.cat([*numbers.exact(rank), exact[:0]], out=arrived[rank][1])
-        exact.copy_(_mean([own for _, own in arrived]))
+        # Phase 1, reduce-scatter: this rank receives its own chunk of every other rank, encoded.
+        received = yield from to_owners(rows, rank, write, in_order=False)
+        # Decode, average with this rank's own numbers in float32, and encode the mean, in one pass.
+        row = rows.empty(rows.lengths[rank])
+        *parts, exact = rows.read(row, rank)
+        encodings = [(coders[sender], sent[:-1]) for sender, sent in received.items()]
+        coders[rank].encode_mean(numbers.given(rank), encodings, world, numbers.errors(rank), tuple(parts))
+        own = torch.cat([*numbers.exact(rank), exact[:0]], out=torch.empty_like(exact))
+        exact.copy_(_mean([received[place][-1] if place != rank else own for place in range(world)]))
+
+        # Phase 2, all-gather: every rank receives the means of all chunks, and decodes the same bytes. A
+        # chunk's owner decodes them too: if it kept its more precise mean, replicas would diverge.
         encoded = yield AllGather(row, in_order=False)
-
         means = numbers.for_means()
         flags: list[torch.Tensor | None] = []
-        for place in range(world):
-            parts, exact = wire.read(encoded[place], place)
-            coders[place].decode(parts, in_pieces(means, division.coded[place]))
-            scatter(exact, in_pieces(means, division.exact[place]))
-            flags += [coders[place].finite(parts), finite(exact)]
+        for owner in range(world):
+            *parts, exact = rows.read(encoded[owner], owner)
+            coders[owner].decode(tuple(parts), in_pieces(means, division.coded[owner]))
+            scatter(exact, in_pieces(means, division.exact[owner]))
+            flags += [coders[owner].finite(tuple(parts)), finite(exact)]
         return numbers.outcome(flags)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
@@ -108,33 +105,22 @@ class TwoShot(Program):
             The collectives, in order.
         """
         coder = coders_of(self.codec, bucket)[0]
-        wire = _Rows(bucket, Division.of(bucket, coder.block), coder)
-        yield AllToAll(wire.empty(bucket.world_size))
-        yield AllGather(wire.empty(1)[0])
+        rows = _rows(bucket, Division.of(bucket, coder.block), coder)
+        row = rows.empty(rows.lengths[0])
+        yield AllToAll(row.new_empty(bucket.world_size, len(row)))
+        yield AllGather(row)
 
 
-class _Rows:
-    """The rows of bytes that ranks exchange: a chunk's encoding, then its exact numbers."""
-
-    def __init__(self, bucket: Bucket, division: Division, coder: Coder) -> None:
-        like = numbers_of(bucket.buffer)
-        dtype = like.dtype if bucket.exact_dtype is None else bucket.exact_dtype.to_real()
-        self._layouts = []
-        for coded, exact in zip(division.coded, division.exact, strict=True):
-            layout = coder.layout(tuple(piece.length for piece in coded), like.device)
-            shape = torch.Size((numbers_in(exact),))
-            self._layouts.append(Layout((*layout.dtypes, dtype), (*layout.shapes, shape), layout.device))
-        self._nbytes = max(layout.nbytes for layout in self._layouts)
-
-    def empty(self, count: int) -> torch.Tensor:
-        """Return `count` uninitialised rows. Their padding is sent but never read."""
-        device = self._layouts[0].device
-        return torch.empty(count, self._nbytes, dtype=torch.uint8, device=device)
-
-    def read(self, row: torch.Tensor, place: int) -> tuple[Parts, torch.Tensor]:
-        """Return the encoding and the exact numbers of a rank's chunk, as views of the row."""
-        *parts, exact = self._layouts[place].read(row)
-        return tuple(parts), exact
+def _rows(bucket: Bucket, division: Division, coder: Coder) -> Rows:
+    """Return the rows that ranks exchange: a chunk's encoding, then its exact numbers."""
+    like = numbers_of(bucket.buffer)
+    dtype = like.dtype if bucket.exact_dtype is None else bucket.exact_dtype.to_real()
+    layouts = []
+    for coded, exact in zip(division.coded, division.exact, strict=True):
+        layout = coder.layout(tuple(piece.length for piece in coded), like.device)
+        shape = torch.Size((numbers_in(exact),))
+        layouts.append(Layout((*layout.dtypes, dtype), (*layout.shapes, shape), layout.device))
+    return Rows(layouts, padded=True)
 
 
 class _Numbers:
@@ -147,7 +133,8 @@ class _Numbers:
     def __init__(self, bucket: Bucket, division: Division) -> None:
         self._bucket, self._division = bucket, division
         flat = numbers_of(bucket.buffer)
-        self._lengths = [flat.numel() // max(1, bucket.buffer.numel()) * one.numel() for one in bucket.shapes]
+        pairs = 2 if bucket.buffer.is_complex() else 1
+        self._lengths = [pairs * shape.numel() for shape in bucket.shapes]
         self._values = list(flat.split(self._lengths))
         self._tracked = bucket.track_error and bucket.residuals is None
         self._mean = torch.empty_like(bucket.buffer) if self._tracked else bucket.buffer

@@ -1,7 +1,6 @@
-"""Loading of saved states.
+"""Applies saved states to a run. Either all ranks apply a wire's state, or none does.
 
-All ranks validate a wire's state first, then all of them apply it, or none does. States that users load into
-their optimizers are checked for parts that ZeRO saved.
+States that users load into their optimizers are checked for parts that ZeRO saved.
 """
 
 from typing import Any
@@ -31,6 +30,8 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
     """
     communicator, model = runner.reducer.communicator, runner.context.model
     known = runner.plan.known(runner.context.auditor.on_excess)
+    # Which program continues? Ranks agree on it first: `bound` below is collective, and a rank that bound
+    # another strategy, or raised before it, would leave the others waiting.
     with all_or_none(communicator, "load_state_dict") as agreed:
         programs = [Described(text, short(config)) for text, config in known.items()]
         resized, states = own_states(state, programs, communicator.rank, communicator.size)
@@ -39,6 +40,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
     config = runner.plan.saved(own["program"], own["step"]) or known[own["program"]]
     same = same_program(config, runner.config)
     strategy = runner.strategy if same else runner.bound(config)
+    # Everything that may fail is prepared aside. The running strategy and its memory are still untouched.
     try:
         with all_or_none(communicator, "load_state_dict in full") as agreed:
             own = merge_wire_states(states, strategy.merge) if resized else own
@@ -50,6 +52,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         if strategy is not runner.strategy:
             strategy.close()
         raise
+    # No rank has raised, so all of them come here and change.
     if own["schedule_ended"]:
         runner.end_schedule()
     runner.resume(config, strategy)

@@ -354,8 +354,8 @@ def states(rank: int, world_size: int) -> None:
     for broken, said in (
         ({}, "not a state of a thinwire wire"),
         ([], "not a state of a thinwire wire"),
-        (changed(saved, format=99), "format 99 is not 2"),
-        (own(saved), "format 2 is not rank by rank"),
+        (changed(saved, format=99), "format 99 is not 1"),
+        (own(saved), "without keys like .rank 0 of 2."),
         (changed(saved, rank=1 - rank), "states were mixed up"),
         (changed(saved, program="PowerSGD(rank=4)"), "belongs to PowerSGD"),
         (changed(saved, step=-1), "step=-1 must be a whole number"),
@@ -392,8 +392,8 @@ def test_states_of_different_steps_are_refused() -> None:
 
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     first, second = run_ranks(different_states, 2, "format")
-    assert "MismatchError: rank 1 raised: format 5 is not 2" in first
-    assert "StateError: format 5 is not 2" in second
+    assert "MismatchError: rank 1 raised: format 5 is not 1" in first
+    assert "StateError: format 5 is not 1" in second
 
 
 def during_backward(rank: int, world_size: int) -> str:

@@ -510,6 +510,23 @@ def test_an_owners_gradients_of_its_own_shard_are_not_rounded(world_size: int) -
     run_ranks(owned, world_size)
 
 
+def drawn(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=2, stochastic=True))
+    gradients = torch.randn(world_size, world_size, 40, generator=torch.Generator().manual_seed(0))
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    for _ in range(200):
+        found.append(torch.empty(40))
+        reduce_scatter(found[-1], gradients[rank].flatten(), group, dist.ReduceOp.AVG)
+    return torch.stack(found), gradients.mean(0)[rank]
+
+
+def test_stochastic_codecs_draw_anew_in_every_call() -> None:
+    for found, mean in run_ranks(drawn, 2):
+        assert len(found.unique(dim=0)) == len(found)
+        torch.testing.assert_close(found.mean(0), mean, rtol=0, atol=0.15)
+
+
 def test_shards_exchange_compressed_gradients() -> None:
     for plain, compressed, sent, uncompressed in run_ranks(within, 3):
         torch.testing.assert_close(compressed, plain, rtol=0.05, atol=0.02)

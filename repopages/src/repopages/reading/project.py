@@ -231,9 +231,8 @@ class Project:
             else:
                 rest.setdefault(package, []).append(module)
         for package, modules in rest.items():
-            own.setdefault(package, [self.modules[package]] if package in self.modules else []).extend(
-                modules
-            )
+            main = [self.modules[package]] if package in self.modules else []
+            own.setdefault(package, main).extend(modules)
         return [
             Page(name=name, modules=tuple(modules), internal=self._is_internal(name))
             for name, modules in sorted(own.items())

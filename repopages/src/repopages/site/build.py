@@ -57,8 +57,8 @@ def build(path: str, out: Path) -> Built:
 
         built = build("json", Path("site"))
     """
-    require_sphinx()
     book = Book(Project.find(path))
+    require_sphinx()
     _make_room(out)
     # Sphinx reads a folder outside the checkout, so that a build writes nothing beside the sources.
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,6 @@
 """Compressed reduce-scatter within an FSDP2 model, for slow links between its shards.
 
-    each rank     encodes its gradients of every other rank's shard, and sends them to that rank
-    each owner    decodes what it received, in the order of ranks, and adds it to its own gradients
-
-It is the first half of `TwoShot`, without error feedback: a residual would be as large as the whole model, on
-every rank.
+There is no error feedback: a residual would be as large as the whole model, on every rank.
 """
 
 from collections.abc import Sequence
@@ -17,10 +13,11 @@ from torch import nn
 from thinwire.codecs.codec import Codec, require_codec
 from thinwire.codecs.quantize import Quantize
 from thinwire.engine.comm.borrowed_group import run_blocking
-from thinwire.engine.ops import AllToAll, Collectives
-from thinwire.engine.pack import Layout
+from thinwire.engine.ops import Collective, Collectives
 from thinwire.errors import AttachError, UnavailableError
 from thinwire.models.fsdp import internals
+from thinwire.programs.coding import seeded
+from thinwire.programs.reduce_scatter import reduce_scatter
 
 
 class CompressedReduceScatter:
@@ -33,6 +30,7 @@ class CompressedReduceScatter:
     def __init__(self, codec: Codec) -> None:
         self.bytes_sent = 0
         self._codec = codec
+        self._calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor for gradients."""
@@ -63,26 +61,26 @@ class CompressedReduceScatter:
                 f"FSDP asks for a reduce-scatter by {op}, as after set_gradient_divide_factor: call"
                 " model.set_force_sum_reduction_for_comms(True), and FSDP divides itself"
             )
-        total = run_blocking(self._reduce(input_tensor.view(group.size(), -1), group), group)
+        # All ranks make the same calls in the same order, so all derive the same seeds from their number.
+        codecs = seeded(self._codec, group.size(), self._calls)
+        self._calls += 1
+        shards = input_tensor.view(group.size(), -1)
+        total = run_blocking(self._counted(reduce_scatter(codecs, group.rank(), list(shards)), group), group)
         output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
 
-    def _reduce(self, shards: torch.Tensor, group: dist.ProcessGroup) -> Collectives[torch.Tensor]:
-        rank = group.rank()
-        encoded = {place: self._codec.encode(one) for place, one in enumerate(shards) if place != rank}
-        # The owner's gradients of its own shard are not sent, so they need no rounding.
-        total = shards[rank].to(torch.promote_types(shards.dtype, torch.float32), copy=True)
-        if not encoded:
-            return total
-        layout = Layout.of(next(iter(encoded.values())))
-        rows = layout.rows(len(shards))
-        for place, parts in encoded.items():
-            layout.write(parts, rows[place])
-        op = AllToAll(rows)
-        self.bytes_sent += op.bytes_sent(rank, len(shards))
-        received = yield op
-        for place in encoded:
-            self._codec.add(layout.read(received[place]), total)
-        return total
+    def _counted(
+        self, steps: Collectives[torch.Tensor], group: dist.ProcessGroup
+    ) -> Collectives[torch.Tensor]:
+        received = None
+        while True:
+            try:
+                op = steps.send(received)
+            except StopIteration as stop:
+                total: torch.Tensor = stop.value
+                return total
+            if isinstance(op, Collective):
+                self.bytes_sent += op.bytes_sent(group.rank(), group.size())
+            received = yield op
 
 
 def compress_reduce_scatter(model: nn.Module, codec: Codec | None = None) -> CompressedReduceScatter:
@@ -91,7 +89,7 @@ def compress_reduce_scatter(model: nn.Module, codec: Codec | None = None) -> Com
     FSDP then gathers parameters in full precision as before, and reduces gradients in a fraction of the
     bytes. A rank's gradients of its own shard are not sent, and stay exact. There is no error feedback, so
     choose a precise codec. Call it on every rank, before training. It
-    works beside `attach`, which compresses the exchange with other replicas.
+    can be combined with `attach`, which compresses the exchange with other replicas.
 
     Args:
         model: The root module.

@@ -15,8 +15,8 @@ from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
 from thinwire.models.ddp.internals import after_ddp_finishes, queue_callback
 from thinwire.programs.program import Bucket
-from thinwire.strategies.zero.partial_step import gradients_in
-from thinwire.strategies.zero.pieces import Pieces
+from thinwire.strategies.zero.exchanges import Pieces
+from thinwire.strategies.zero.owner_step import gradients_in
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of a parameter and its gradient."""

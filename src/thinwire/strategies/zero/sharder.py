@@ -27,11 +27,9 @@ from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
 from thinwire.step.model import refuse_unfrozen, require_ddp
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
-from thinwire.strategies.zero.clip import Versions, norm_of, total_norm
+from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
 from thinwire.strategies.zero.overlap import Usage
-from thinwire.strategies.zero.partial_step import gradients_in, step_some
-from thinwire.strategies.zero.pieces import Pieces
-from thinwire.strategies.zero.reduce import reduce_to_owners
+from thinwire.strategies.zero.owner_step import Versions, gradients_in, norm_of, step_some, total_norm
 from thinwire.strategies.zero.zero import ZeRO
 
 _BUCKET_BYTES = 25 << 20

@@ -27,9 +27,8 @@ from thinwire import (
 )
 from thinwire.engine.simulate import simulate
 from thinwire.strategies.zero.assignment import owners
-from thinwire.strategies.zero.partial_step import step_some
-from thinwire.strategies.zero.pieces import Pieces
-from thinwire.strategies.zero.reduce import reduce_to_owners
+from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
+from thinwire.strategies.zero.owner_step import step_some
 
 SHAPES = {"a": (4, 3), "b": (7,), "c": (), "d": (0,), "e": (5, 2)}
 LENGTH = 12 + 7 + 1 + 0 + 10
