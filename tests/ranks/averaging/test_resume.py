@@ -111,7 +111,12 @@ def load_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("policy", "steps", "worlds"), [(STREAMING, 9, (3, 2)), (STREAMING, 9, (2, 3)), (LocalSGD(4), 6, (3, 2))]
+    ("policy", "steps", "worlds"),
+    [
+        (STREAMING, 9, (3, 2)),
+        pytest.param(STREAMING, 9, (2, 3), marks=pytest.mark.slow),
+        (LocalSGD(4), 6, (3, 2)),
+    ],
 )
 def test_at_another_world_size_nothing_is_lost(
     policy: Averaging, steps: int, worlds: tuple[int, int]
