@@ -27,7 +27,7 @@ import thinwire
 from benchmarks.losses import Counted
 from thinwire.engine.simulate import simulate
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Program, mean_of
+from thinwire.programs.program import Program
 from thinwire.programs.rules import exceptions_of
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
 from thinwire.strategies.averaging.diloco import outer_step, pseudo_gradients
@@ -74,7 +74,7 @@ class Exchanges:
         ]
         counts = [[Counted(chosen) for chosen, _ in job] for job in jobs]
         running = [
-            [mean_of(program(bucket, memory)) for program, (_, bucket) in zip(own, job, strict=True)]
+            [program(bucket, memory) for program, (_, bucket) in zip(own, job, strict=True)]
             for own, job, memory in zip(counts, jobs, staged, strict=True)
         ]
         with torch.no_grad():
@@ -83,8 +83,8 @@ class Exchanges:
             memory.commit()
         self.sent += sum(count.bytes_sent for count in counts[0])
         found: dict[str, torch.Tensor] = {}
-        for (_, bucket), mean in zip(jobs[0], results, strict=True):
-            found |= replace(bucket, buffer=mean).views()
+        for (_, bucket), outcome in zip(jobs[0], results, strict=True):
+            found |= replace(bucket, buffer=outcome.mean).views()
         return found
 
 
