@@ -327,7 +327,8 @@ class AttachedRun:
         memory = self.context.memory
         self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)
         always = self.strategy.begins_steps or not self.strategy.supports_join
-        # Leftovers stay if the step is rolled back, and those of parameters that no rank used in it.
+        # A program that another one replaced may have left residuals, which the first exchange of a parameter
+        # applies. They stay if the step is rolled back, and those of parameters that no rank used in it.
         self.begins_steps = always or bool(self.context.auditor.every) or memory.has_leftovers
 
     def _close_step(self) -> None:
@@ -338,6 +339,8 @@ class AttachedRun:
         their final callback, and both then agree on whether the means are finite.
         """
         self._buckets.end()
+        # From here on a second backward opens a new step, even if this one raises before it is settled: the
+        # next bucket, or the next call between steps, then settles it (`settle_leftover`).
         self.steps.current.closed = True
         if in_backward():
             queue_callback(self._backward_computed)
@@ -385,6 +388,7 @@ class AttachedRun:
     def _agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """Return whether the step's means are finite on all ranks. Conclude the comparison of replicas."""
         if self._gathered is not None:
+            # Every rank comes here with the same fingerprints, so all of them raise or none does.
             self._check_replicas(self._gathered.wait())
             self._gathered = None
         agreed = self.strategy.agree_finite(finite)
@@ -405,6 +409,7 @@ class AttachedRun:
 
     def _compare_replicas(self) -> None:
         """Gather the fingerprints of all replicas with the step's gradients."""
+        # A rank that skips optimizer.step() by itself is noticed by no exchange of gradients.
         own = fingerprints(self.model.tensors().values())
         self._compared = in_backward()
         gather = gather_fingerprints(own, active=self._compared)
@@ -465,6 +470,7 @@ class AttachedRun:
                 _check_swappable(each, config)
             config.validate(self.context.target())
         except ThinwireError as error:
+            # The other ranks raise at once, instead of waiting for this one in `agree_on`.
             decline(str(error), communicator.rendezvous, _SWAP)
             raise
         # A backward that raised after its last bucket has not written its residuals yet.

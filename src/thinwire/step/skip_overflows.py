@@ -134,6 +134,7 @@ class Skipping:
         """Register hooks after all others of the optimizer, which see its gradients."""
         self._known.add(optimizer)
         if self.skips and not isinstance(optimizer, LBFGS):
+            # Registered after ZeRO's and the user's own hooks, which still see the gradients.
             hooks = _StepHooks(self)
             self._handles += [
                 optimizer.register_step_pre_hook(torch.compiler.disable(hooks.before)),
@@ -203,6 +204,7 @@ class _StepHooks:
         held = skipping.gradients(optimizer)
         if not held:
             return False
+        # The host reads gradients only after an overflow, or where no exchange of gradients checks them.
         if _all_finite(held):
             self._cleared = skipping.overflows
             return False
