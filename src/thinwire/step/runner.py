@@ -115,7 +115,7 @@ class AttachedRun:
         rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges. None audits nothing.
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
-        optimizers: A function that returns the optimizers given to `attach` that still exist.
+        optimizers: A function that returns the optimizers passed to `attach` that still exist.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class AttachedRun:
         """Skip optimizer steps after overflows, and warn of accumulation without `no_sync`.
 
         Args:
-            optimizers: The optimizers given to `attach`.
+            optimizers: The optimizers passed to `attach`.
             skips: Whether overflowed steps are skipped, or warned of.
             obstacle: The reason why no step can be skipped, for the warning.
         """

@@ -2,7 +2,7 @@
 
 An overflow sets all gradients to NaN on all ranks. A GradScaler then skips the optimizer's step. Without one,
 step hooks hide the gradients from the optimizer, so that it changes neither parameters nor its own state.
-Optimizers are those given to `attach`, and those of the model's parameters that are found when they step.
+Optimizers are those passed to `attach`, and those of the model's parameters that are found when they step.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Skipping:
         """Skip steps from now on, of these optimizers and of others that step these parameters.
 
         Args:
-            optimizers: The optimizers given to `attach`.
+            optimizers: The optimizers passed to `attach`.
             parameters: The model's parameters.
             skips: Whether overflowed steps are skipped, or warned of. False leaves both to the user.
             obstacle: The reason why no step can be skipped, for the warning.
