@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Both set up .venv first, once.
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first, once. `make test-all` tests the rest.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -9,19 +9,24 @@ export OMP_NUM_THREADS := 1
 # The native kernels, which `pip install -e .` builds in place.
 KERNELS := $(wildcard src/thinwire/kernels/*.c src/thinwire/kernels/*.h)
 
-.PHONY: demo test test-integrations docs dist lint bench soak soak-live sanitize compat constraints system clean
+.PHONY: demo test test-all docs dist lint bench soak soak-live sanitize compat constraints system clean
 
 demo: $(READY)
 	$(BIN)/thinwire bench --or-loopback --fresh --out demo.json \
 	    --programs "BF16,Int8,Int4,Int2,PowerSGD(rank=4,factor_dtype='bf16'),DiLoCo(period=16,program=Int4())"
 	$(BIN)/thinwire report demo.json
 
-test: lint system
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/integrations --ignore src/thinwire/integrations
+# Twice as many workers as cores: a rank test waits for its ranks, for timeouts and for processes that start.
+WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-# Accelerate, HF Trainer, Lightning, Fabric, Ray and torchft: extras of their own, of 600 MB. CI runs them after `make test`.
-test-integrations: .venv/.integrations
-	$(BIN)/pytest -n 2 --dist loadfile tests/integrations src/thinwire/integrations
+test: lint system
+	$(PYTEST) -m "not slow" --ignore tests/integrations --ignore src/thinwire/integrations
+
+# After `make test`, the tests that are marked as slow and those in the frameworks (Accelerate, HF Trainer, Lightning,
+# Fabric, Ray, torchft), which are an extra of 600 MB. `make test test-all` runs no test twice.
+test-all: test .venv/.integrations
+	$(PYTEST) -m slow
 
 .venv/.integrations: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,integrations,torchft]' -e ./repopages
@@ -56,7 +61,7 @@ SEED ?= 1000
 EPISODES ?= 320
 MINUTES ?= 20
 soak: $(READY)
-	THINWIRE_SOAK=1 $(BIN)/pytest -q tests/faults/test_elastic.py
+	$(BIN)/pytest -q tests/faults/test_elastic.py
 	$(BIN)/python -m tests.faults.soak --seed $(SEED) --episodes $(EPISODES) --minutes $(MINUTES)
 
 # Replicas of one torchft job that are killed, frozen or cut off, and come back; the last line has the count.
@@ -85,7 +90,7 @@ compat: system
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^numpy==/d' constraints.in > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --no-cache-dir -c $(COMPAT)/constraints.txt -e '.[dev]' -e ./repopages
 	$(COMPAT)/bin/python -c "import torch; print('torch', torch.__version__)"
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR):$(CURDIR)/repopages/src $(COMPAT)/bin/pytest -n 2 --dist loadfile $(TESTS)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR):$(CURDIR)/repopages/src $(COMPAT)/bin/pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 # Every package that the extras install, with its version, for all supported Pythons: constraints.txt from constraints.in.
 # No hashes: a build of torch for CPU has others than the one on PyPI.

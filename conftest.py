@@ -1,6 +1,7 @@
-"""What needs a framework that is not installed is left out, and named: frameworks are an extra."""
+"""Tests in frameworks, an extra: they are slow, and left out where their framework is not installed."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -28,4 +29,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Return the frameworks whose tests are left out."""
     if not _MISSING:
         return []
-    return [f"left out: tests of {', '.join(_MISSING)}, which `make test-integrations` installs and runs"]
+    return [f"left out: tests of {', '.join(_MISSING)}, which `make test-all` installs and runs"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the frameworks to `make test-all`."""
+    folders = {
+        Path(__file__).parent / folder for folder in ("tests/integrations", "src/thinwire/integrations")
+    }
+    for item in items:
+        if folders.intersection(item.path.parents):
+            item.add_marker(pytest.mark.slow)

@@ -12,11 +12,12 @@ from thinwire.tools.lab.network import plan
 from thinwire.tools.lab.run import run_on
 
 _PROGRAM = """
-import os, socket, sys, time
+import os, socket, struct, sys, time
 if os.environ["RANK"] == "0":
     with socket.create_server(("10.77.0.1", 5000)) as server:
         connection, _ = server.accept()
-        received, started = len(connection.recv(1 << 20)), time.monotonic()
+        # By the sender's clock, which is the same: a receiver that is late finds bytes that took no time.
+        (started,), received = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL)), 8
         while chunk := connection.recv(1 << 20):
             received += len(chunk)
         print(8 * received / (time.monotonic() - started))
@@ -27,7 +28,7 @@ else:
             break
         except ConnectionRefusedError:
             time.sleep(0.05)
-    connection.sendall(bytes(int(sys.argv[1])))
+    connection.sendall(struct.pack("d", time.monotonic()) + bytes(int(sys.argv[1])))
 """
 
 

@@ -16,6 +16,8 @@ from shop_checkout import write_checkout
 pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")
 from repopages.site.build import Built, build
 
+pytestmark = pytest.mark.slow
+
 TILL = "modules/shop._till.html"
 FLAGS = (
     "--no-sandbox",
@@ -104,7 +106,7 @@ def test_the_search_finds(browser: Browser, built: Built, noise: list[str], word
     page = opened(browser, built.folder / "index.html", noise)
     page.locator("input[name=q]").first.fill(word)
     page.keyboard.press("Enter")
-    page.wait_for_selector("ul.search li a", timeout=30_000)
+    page.wait_for_selector("ul.search li a", timeout=300_000)
     first = page.locator("ul.search li a").first
     found = " ".join(page.locator("ul.search li").all_inner_texts()[:8])
     assert title in found

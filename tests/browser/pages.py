@@ -17,6 +17,7 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, dark: bool = Fals
         "request",
         lambda request: None if request.url.startswith(("file:", "data:")) else noise.append(request.url),
     )
+    page.set_default_timeout(300_000)  # milliseconds
     page.goto(path.as_uri())
     page.wait_for_function("document.querySelectorAll('.plot .plot-container').length > 0")
     return page, noise

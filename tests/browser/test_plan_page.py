@@ -16,6 +16,8 @@ from thinwire.plan.recommend import Limits
 from thinwire.tools.bench.parsing import parse_program
 from thinwire.tools.report.plan import RATES, render, scale
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2, 8, 64)
 COMMAND = "thinwire plan --hosts 2..64 --plot <page>"
 

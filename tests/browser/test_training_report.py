@@ -11,6 +11,8 @@ from thinwire.telemetry.log import Log
 from thinwire.telemetry.sinks import Row
 from thinwire.tools.report.training import render
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 HOSTILE = "layers.<b>0</b>.</script>weight"
 

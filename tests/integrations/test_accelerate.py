@@ -267,7 +267,7 @@ def test_accelerate_launch_starts_two_processes_on_cpu() -> None:
     flags = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags.split(), "--main_process_port", "0"]
     script = [str(ROOT / "examples" / "train_accelerate.py"), "--steps", "2"]
-    run = subprocess.run([*command, *script], capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert [one["step"] for one in results] == [2, 2]

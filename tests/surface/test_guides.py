@@ -121,7 +121,7 @@ def test_the_minimal_example_trains_and_resumes_as_it_says(tmp_path: Path) -> No
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=600,
             cwd=tmp_path,
         )
         assert run.returncode == 0, run.stderr

@@ -40,7 +40,7 @@ thinwire.Int9()  # type: ignore[attr-defined]
 """
 
 
-@pytest.mark.timeout(600)  # without a cache mypy reads all of torch
+@pytest.mark.slow  # without a cache mypy reads all of torch
 def test_a_users_program_is_checked_against_the_types(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     checked = subprocess.run(

@@ -350,8 +350,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._build_param_buckets()
         # LR schedulers change the options of these groups, and the local optimizer has groups of its own.
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        given = {} if closure is None else {"closure": closure}
-        loss: float | None = wrapped_step(self, self.optim, **given, **kwargs)
+        closures = {} if closure is None else {"closure": closure}
+        loss: float | None = wrapped_step(self, self.optim, **closures, **kwargs)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -453,7 +453,7 @@ def _tensors_in(items: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _group_of(process_group: Any | None) -> dist.ProcessGroup:
-    """Return the given group, or the whole world for None. Raise OptionError if this rank is not in it."""
+    """Return a group, or the whole world for None. Raise OptionError if this rank is not in it."""
     group = group_or_world(process_group)
     if outside(group):
         raise OptionError(

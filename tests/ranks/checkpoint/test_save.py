@@ -154,7 +154,7 @@ def loaded_elsewhere(rank: int, world_size: int, folder: str, scales: list[dict[
         assert all(torch.equal(one, own) for one in every)
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_strategy_comes_back_in_one_line_on_any_number_of_ranks(
     tmp_path: Path, broadcast: bool
 ) -> None:

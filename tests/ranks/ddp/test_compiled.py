@@ -85,6 +85,7 @@ def saved_weight(path: str) -> torch.Tensor:
     return state["model"]["layers.0.weight"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_compiled_model_loads_into_a_plain_one_and_the_other_way_round(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +171,7 @@ def compiled_around(rank: int, world_size: int) -> None:
     assert len(breaks.keys() - plain.keys()) == 1, "dynamo does not look into it"
 
 
+@pytest.mark.slow
 def test_a_compiled_ddp_runs_schedules_and_telemetry_untraced() -> None:
     run_ranks(compiled_around, 2)
 
@@ -231,5 +233,6 @@ def python_reducer_by_group(rank: int, world_size: int) -> None:
         _only_group()  # which dynamo calls as it traces
 
 
+@pytest.mark.slow
 def test_the_python_reducers_group_is_the_models_own() -> None:
     run_ranks(python_reducer_by_group, 2)

@@ -87,6 +87,7 @@ def with_option(rank: int, world_size: int, option: dict[str, Any]) -> None:
             assert len(wire.audits()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "since"), [("batched_grad_copy", "2.13"), ("lazy_bucket_allocation", "2.15")]
 )

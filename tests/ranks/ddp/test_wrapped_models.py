@@ -122,6 +122,7 @@ def traced(rank: int, world_size: int, program: Any) -> None:
     assert all(torch.equal(one, results["ddp"]) for one in results.values())
 
 
+@pytest.mark.slow
 def test_wrapped_models_train_the_same_when_dynamo_traces_them() -> None:
     run_ranks(traced, 2, PROGRAMS[-1])
 

@@ -179,6 +179,7 @@ def fine_tune(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_frozen_parameters_train_as_with_hybrid_sharding_when_unfrozen_later_too() -> None:
     results = run_ranks(fine_tune, 4)
     for kind, (native, exact, int8) in results[0].items():
@@ -316,11 +317,12 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_down() -> None:
     results = run_ranks(one_evaluates_alone, 4, group_timeout=600)
     for rank, other in ((0, 2), (1, 3)):
         assert f"rank {rank} waited" in results[rank][0]
-        assert f"No word from rank {other}" in results[rank][0]
+        assert f"Rank {other} did not respond" in results[rank][0]
     for rank in (2, 3):
         assert len(results[rank]) == 2, "no rank hangs, and none trains on"
         assert "the exchange between replicas is down: rank" in results[rank][-1]
@@ -511,7 +513,7 @@ def test_an_owners_gradients_of_its_own_shard_are_not_rounded(world_size: int) -
 
 
 def drawn(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=2, stochastic=True))
+    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=4, stochastic=True))
     gradients = torch.randn(world_size, world_size, 40, generator=torch.Generator().manual_seed(0))
     group, found = dist.group.WORLD, []
     assert group is not None

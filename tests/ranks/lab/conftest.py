@@ -1,5 +1,10 @@
 """These tests build real networks; where the machine forbids that, the skip says what it said."""
 
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from thinwire import UnavailableError
@@ -12,3 +17,11 @@ def _lab_is_possible() -> None:
         way_in()
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time() -> Iterator[None]:
+    """Wait for other workers: `clean` ends any lab on the machine whose owner is gone."""
+    with Path(tempfile.gettempdir(), "thinwire-lab-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

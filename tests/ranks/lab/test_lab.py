@@ -27,12 +27,17 @@ def gathered(hosts: Lab, *command: str) -> tuple[Finished, list[tuple[int, str, 
     return finished, lines
 
 
+OWNER = "THINWIRE_LAB_OF"
+"""The environment variable by which the processes of a test are told from those of other tests."""
+
+
 def commands() -> dict[int, list[str]]:
-    """The words of every running command, by process."""
-    found = {}
+    """The words of every command that this test started and that still runs, by process."""
+    found, own = {}, f"{OWNER}={os.environ[OWNER]}"
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+            if own in (folder / "environ").read_text(errors="replace").split("\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
     return found
 
 
@@ -48,31 +53,39 @@ def leftovers() -> list[list[str]]:
 
 def assert_nothing_is_left() -> None:
     """The kernel may take a moment to end a namespace."""
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while leftovers() and time.monotonic() < ends:
         time.sleep(0.05)
     assert not leftovers()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind() -> Iterator[None]:
+def _nothing_stays_behind(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    monkeypatch.setenv(OWNER, f"{os.getpid()} {request.node.name}")
     interfaces = set(os.listdir("/sys/class/net"))
     yield
     assert_nothing_is_left()
     assert set(os.listdir("/sys/class/net")) == interfaces
 
 
-@pytest.mark.parametrize("rate", ["10mbit", "100mbit", "1gbit"])
-def test_a_bulk_transfer_runs_at_the_rate_of_the_link(rate: str) -> None:
-    """The best of three: a busy machine can slow a transfer down, but nothing may speed it up."""
+@pytest.mark.parametrize(
+    "rate",
+    [
+        pytest.param("10mbit", marks=pytest.mark.slow),
+        "100mbit",
+        pytest.param("1gbit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_bulk_transfer_is_no_faster_than_the_link(rate: str) -> None:
+    """A busy machine may slow it down; benchmarks/bandwidth.py shows how close it comes."""
     wanted = parse_rate(rate)
     assert wanted is not None
     with Lab(plan(hosts=2, rate=rate)) as lab:
-        ratios = [measured_rate(lab, 1.0) / wanted for _ in range(3)]
-    assert max(ratios) < 1.1
-    assert max(ratios) > 0.9
+        assert leftovers(), "the test would not notice what stays behind"
+        assert 0 < measured_rate(lab, 1.0) < 1.1 * wanted
 
 
+@pytest.mark.slow
 def test_groups_are_fast_inside_and_slow_between() -> None:
     with Lab(plan(groups="2x1", rate="10mbit", inside="1gbit")) as lab:
         assert measured_rate(lab, 1.0) < 1.1 * 10e6
@@ -107,6 +120,7 @@ def test_commands_run_where_the_user_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines == [(0, "stdout", str(tmp_path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["yes & exit 5", 'if [ $RANK = 0 ]; then exit 5; fi; trap "" TERM; while :; do echo x; done']
 )
@@ -116,6 +130,7 @@ def test_what_goes_on_printing_does_not_keep_the_lab_open(command: str) -> None:
     assert finished.exit_code == 5
 
 
+@pytest.mark.slow
 def test_torchrun_is_one_node_per_host(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -187,6 +202,7 @@ def test_a_host_that_is_cut_off_has_no_link_until_it_is_mended() -> None:
         assert without_link() == set()
 
 
+@pytest.mark.slow
 def test_two_labs_at_once_do_not_meet() -> None:
     with Lab(plan(hosts=2, rate="10mbit")) as slow, Lab(plan(hosts=2, rate="100mbit")) as fast:
         own = slow.start(0, ["sh", "-c", "sleep 0.2; echo $THINWIRE_LAB"], stdout=subprocess.PIPE)
@@ -253,16 +269,22 @@ def opened_elsewhere(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_however_the_lab_is_ended_nothing_stays(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = opened_elsewhere(tmp_path)
     process.send_signal(number)
-    assert process.wait(30) == code
+    assert process.wait(120) == code
     assert_nothing_is_left()
     assert clean() == 0
 
 
+@pytest.mark.slow
 def test_clean_ends_a_lab_whose_owner_is_gone_and_no_other(tmp_path: Path) -> None:
     """A keeper that was frozen when its owner died cannot notice; `clean` ends it."""
     with Lab(plan(hosts=2)) as other:
@@ -279,6 +301,7 @@ def test_clean_ends_a_lab_whose_owner_is_gone_and_no_other(tmp_path: Path) -> No
     assert clean() == 0
 
 
+@pytest.mark.slow
 def test_clean_leaves_labs_alone_whose_owner_it_cannot_see(tmp_path: Path) -> None:
     """In a container, or within another lab."""
     command = [
@@ -289,7 +312,7 @@ def test_clean_leaves_labs_alone_whose_owner_it_cannot_see(tmp_path: Path) -> No
         "--",
         "sh",
         "-c",
-        "touch $0/$RANK; sleep 3",
+        "touch $0/$RANK; sleep 6",
         str(tmp_path),
     ]
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "--user", "--map-root-user"]
@@ -298,7 +321,7 @@ def test_clean_leaves_labs_alone_whose_owner_it_cannot_see(tmp_path: Path) -> No
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
     assert clean() == 0
-    assert contained.wait(30) == 0
+    assert contained.wait(120) == 0
 
 
 def test_delay_works_or_says_that_the_kernel_has_no_netem() -> None:

@@ -175,7 +175,14 @@ def cells(rank: int, world_size: int, name: str, precision: str) -> dict[str, st
     return {kind: cell(rank, PROGRAMS[name], precision, way) for kind, way in WAYS.items()}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16 scaled"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "fp32",
+        pytest.param("bf16", marks=pytest.mark.slow),
+        pytest.param("fp16 scaled", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_matrix(name: str, precision: str) -> None:
     """What is wrong in each way of training, on each rank."""

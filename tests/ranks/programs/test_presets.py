@@ -122,7 +122,7 @@ def bereft(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_rank_that_dies_before_its_node_connects_is_named() -> None:
     for kind, text in run_ranks(bereft, 4, dies={3})[:3]:
         assert kind == "WireError"
-        assert "No word from rank 3:" in text
+        assert "Rank 3 did not respond:" in text
 
 
 def reloaded(rank: int, world_size: int) -> None:
@@ -254,9 +254,11 @@ def register_stuck(ddp: DDP) -> None:
     ddp.register_comm_hook(None, stuck_hook)
 
 
-@pytest.mark.parametrize("register", [register_pertensor, register_perchannel])
+@pytest.mark.parametrize(
+    "register", [register_pertensor, pytest.param(register_perchannel, marks=pytest.mark.slow)]
+)
 def test_hooks_pass_the_battery(register: Any) -> None:
-    report = check_hook(register, ranks=2)
+    report = check_hook(register, ranks=2, seconds=600)
     assert len(report.errors) == 6
     assert all(0 < error < 0.02 for error in report.errors)
 
@@ -274,9 +276,9 @@ def test_the_battery_refuses_what_it_cannot_run() -> None:
         (register_local, "step 0: ranks 0 and 1 hold different gradients"),
         (register_halving, "step 0: the gradients are off by 50.00%"),
         (register_raising, "rank 1 raised:(.|\n)*a bug on rank 1"),
-        (register_stuck, r"ranks \[0, 1\] hang after 6 s"),
+        pytest.param(register_stuck, r"ranks \[0, 1\] hang after 20 s", marks=pytest.mark.slow),
     ],
 )
 def test_the_battery_finds_wrong_hooks(register: Any, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        check_hook(register, ranks=2, steps=2, seconds=6 if register is register_stuck else 60)
+        check_hook(register, ranks=2, steps=2, seconds=20 if register is register_stuck else 600)

@@ -75,7 +75,9 @@ def against_ddp(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_from_the_first_step_bits_are_those_of_plain_ddp(world_size: int) -> None:
     assert run_ranks(against_ddp, world_size) == [None] * world_size
 
