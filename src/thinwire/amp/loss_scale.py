@@ -100,6 +100,7 @@ class Scales:
             return []
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # A step without an exchange before it, as some loaders take to create state, tells nothing.
             if self._exchanged and holds_any(optimizer, parameters):
                 self._stepped_by(_calling_scaler(sys._getframe()), optimizer)
 
@@ -112,6 +113,8 @@ class Scales:
             scaler = held  # it has unscaled these gradients, and the loop calls optimizer.step() itself
         scale = scale_of(scaler)
         scaler = None if scale is None else scaler
+        # Residuals of this step have this scaler's scale, whatever scale they were labelled with when
+        # backward began. `units` relabels them, before it converts to the scale of the next backward.
         if scaler is not held or not self._seen:
             self._new = Units((scale,), relabelled=scaler is not held)
         self._scaler = None if scaler is None else weakref.ref(scaler)
@@ -179,6 +182,7 @@ class Scales:
         known = [standing for standing in standings if standing is not None]
         if scaler is None or len(known) < len(standings) or len(set(known)) == 1:
             return
+        # The smallest, because a larger one may overflow on the rank that had reduced its own.
         scaler.update(min(scale for scale, _ in known))
         forget_steps_since_change(scaler)
 

@@ -56,6 +56,7 @@ class _No:
         self._optimizer = weakref.ref(optimizer)
 
     def __bool__(self) -> bool:
+        # Others read the attribute too. Only in GradScaler.step does reading it mean that a step is due.
         caller, optimizer = sys._getframe(1), self._optimizer()
         scaler = caller.f_locals.get("self")
         in_step = caller.f_code.co_name == "step" and caller.f_locals.get("optimizer") is optimizer
@@ -95,6 +96,7 @@ def wrapped_step(wrapper: torch.optim.Optimizer, optim: Any, *args: Any, **kwarg
             return optim.step(*args, **kwargs)
         finally:
             del optim.grad_scale, optim.found_inf
+    # The scaler leaves unscaling to a wrapper that supports scaling, and the optimizer inside cannot do it.
     if scale is not None:
         _unscale(wrapper, scale)
     return None if found else optim.step(*args, **kwargs)

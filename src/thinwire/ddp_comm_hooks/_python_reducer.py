@@ -18,21 +18,21 @@ from thinwire.models.ddp.internals import mark_constant, traced_sum, uses_python
 
 
 def average_gradient(
-    given: tuple[torch.Tensor, torch.Tensor], process_group: Any, dtype: torch.dtype | None = None
+    passed: tuple[torch.Tensor, torch.Tensor], process_group: Any, dtype: torch.dtype | None = None
 ) -> Any:
     """Average a gradient over the group, in place.
 
     The arithmetic is that of `Exact` and `Reduced`: divide, cast, sum.
 
     Args:
-        given: The gradient and its parameter, as the Python reducer passes them.
+        passed: The gradient and its parameter, as the Python reducer passes them.
         process_group: Group to average over. None is the group of the parameter's DDP model.
         dtype: Dtype that is sent. None sends the gradient's own.
 
     Returns:
         The same gradient.
     """
-    gradient, parameter = given
+    gradient, parameter = passed
     if process_group is not None:
         group, size = process_group, process_group.size()
     elif torch.compiler.is_compiling():

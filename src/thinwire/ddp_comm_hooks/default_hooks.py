@@ -151,6 +151,8 @@ def _casting(hook: Hook, dtype: torch.dtype) -> Hook:
         check_bucket(bucket)
         full = bucket.buffer()
         sparse = full.is_sparse  # codecs take dense tensors
+        # The hook inside divides by the number of ranks. Dividing here too would push small gradients below
+        # fp16's range, which is silent, where an overflow is loud.
         encoded = full.to(dtype) if sparse else codec.encode(full)[0]
         bucket.set_buffer(encoded)
 

@@ -102,6 +102,7 @@ class LocalModel:
         Replicas would not train on their own, and the wire would not count DDP's bytes. A DDP model over
         other ranks, such as those of one node, makes them one replica together, which is right.
         """
+        # In forward, because a module can be wrapped after attach.
         ddp = surrounding_ddp(module)
         if ddp is None:
             return

@@ -52,6 +52,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             optimizer.step()
     """
 
+    # GradScaler then calls `step` on every rank, also where gradients overflow, so that each takes part in
+    # averages.
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Averager) -> None:

@@ -107,6 +107,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             torch.save(optimizer.state_dict(), "optimizer.pt")  # torch.optim.AdamW can load it too
     """
 
+    # GradScaler then calls `step` on every rank, also where gradients overflow. It would skip the call there,
+    # and the other ranks would wait for this rank's parameters.
     _step_supports_amp_scaling = True
     optim: Optimizer
 
@@ -346,9 +348,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the set of trainable parameters has changed: new ones are sent as well from now on"
             )
             self._build_param_buckets()
+        # LR schedulers change the options of these groups, and the local optimizer has groups of its own.
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        given = {} if closure is None else {"closure": closure}
-        loss: float | None = wrapped_step(self, self.optim, **given, **kwargs)
+        closures = {} if closure is None else {"closure": closure}
+        loss: float | None = wrapped_step(self, self.optim, **closures, **kwargs)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -375,6 +378,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         A parameter that was trainable once is still sent when it is frozen. Its optimizer updates it as long
         as it has a gradient, which other ranks cannot detect.
         """
+        # Other ranks do not know whether an owner's parameter has a gradient. Leaving it out on one of them
+        # would let replicas drift.
         self._is_trainable_mask = self._trainable()
         traveling = self._traveling | {index for index, moves in enumerate(self._is_trainable_mask) if moves}
         if self.initialized and traveling == self._traveling:
@@ -448,7 +453,7 @@ def _tensors_in(items: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _group_of(process_group: Any | None) -> dist.ProcessGroup:
-    """Return the given group, or the whole world for None. Raise OptionError if this rank is not in it."""
+    """Return a group, or the whole world for None. Raise OptionError if this rank is not in it."""
     group = group_or_world(process_group)
     if outside(group):
         raise OptionError(

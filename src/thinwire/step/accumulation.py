@@ -60,6 +60,8 @@ class Accumulation:
         self._optimizer = weakref.ref(optimizer)
         if not self._backwards:  # as where a checkpoint's loading creates an optimizer's state
             return
+        # A single step proves nothing: at the forward after a backward without a step, accumulation looks
+        # like a step that the loop skips.
         self._steps += 1
         if self._steps == _CERTAIN:
             logger.warning(

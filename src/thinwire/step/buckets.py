@@ -83,6 +83,8 @@ def parts_of(names: tuple[str, ...], nbytes: Mapping[str, int], programs: Progra
     others = (name for name in names if name not in exact)
     lossy = by_program(others, programs.program, programs.exceptions)
     candidates = [program for program, _ in lossy] or [programs.program]
+    # Vectors are exact by default: 1 % of the numbers, and the most sensitive. TwoShot sends them in its
+    # rows.
     carrier = next((program for program in candidates if program.carries_exact), None)
     if carrier is None:
         # A collective of its own for each bucket's biases would cost a round trip each.
@@ -213,6 +215,7 @@ class Buckets:
             last: Whether it is the step's last bucket.
             strided_as: The tensors whose strides the bucket's gradients have. Empty: all are contiguous.
         """
+        # Parts that waited for the last bucket are exchanged with it, as pieces.
         if not self.layout.follows_model or (last and self._deferred):
             return None
         if programs.exceptions or programs.sliced:
@@ -245,6 +248,8 @@ class Buckets:
             strided_as: The tensors whose strides the bucket's gradients have. Empty: all are contiguous.
         """
         views = laid_out(bucket, strided_as) if strided_as else bucket.views()
+        # Groups of a resumed run may end in another bucket than they began in, so every bucket of the step is
+        # kept by name until its means are in it.
         pending = PendingBucket(bucket.buffer, views)
         self._pending.update(dict.fromkeys(bucket.names, pending))
         self._measure(bucket.names, bucket.shapes, bucket.buffer.element_size())
@@ -290,6 +295,7 @@ class Buckets:
             self._parts_for, self._parts = programs, {}
         if group not in self._parts:
             parts = parts_of(group, self._nbytes, programs)
+            # After grouping: saved groups are the model's buckets, and a resumed run has the same slices.
             if programs.sliced:
                 parts = [piece for part in parts for piece in part.sliced(self._nbytes)]
             self._parts[group] = parts

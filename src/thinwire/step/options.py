@@ -64,7 +64,7 @@ class Options:
         time_limit_of(self.timeout)
 
     def limit_if_valid(self) -> timedelta | None:
-        """Return the time limit, or None for the process group's if the one given is not valid."""
+        """Return the time limit, or None for the process group's if the one passed is not valid."""
         try:
             return time_limit_of(self.timeout)
         except OptionError:

@@ -115,7 +115,7 @@ class AttachedRun:
         rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges. None audits nothing.
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
-        optimizers: A function that returns the optimizers given to `attach` that still exist.
+        optimizers: A function that returns the optimizers passed to `attach` that still exist.
         membership: A function that makes the membership of averaged models, as in `Context`.
     """
 
@@ -199,7 +199,7 @@ class AttachedRun:
         """Skip optimizer steps after overflows, and warn of accumulation without `no_sync`.
 
         Args:
-            optimizers: The optimizers given to `attach`.
+            optimizers: The optimizers passed to `attach`.
             skips: Whether overflowed steps are skipped, or warned of.
             obstacle: The reason why no step can be skipped, for the warning.
         """
@@ -330,7 +330,8 @@ class AttachedRun:
         memory = self.context.memory
         self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)
         always = self.strategy.begins_steps or not self.strategy.supports_join
-        # Leftovers stay if the step is rolled back, and those of parameters that no rank used in it.
+        # A program that another one replaced may have left residuals, which the first exchange of a parameter
+        # applies. They stay if the step is rolled back, and those of parameters that no rank used in it.
         self.begins_steps = always or bool(self.context.auditor.every) or memory.has_leftovers
 
     def _close_step(self) -> None:
@@ -341,6 +342,8 @@ class AttachedRun:
         their final callback, and both then agree on whether the means are finite.
         """
         self._buckets.end()
+        # From here on a second backward opens a new step, even if this one raises before it is settled: the
+        # next bucket, or the next call between steps, then settles it (`settle_leftover`).
         self.steps.current.closed = True
         if in_backward():
             queue_callback(self._backward_computed)
@@ -388,6 +391,7 @@ class AttachedRun:
     def _agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """Return whether the step's means are finite on all ranks. Conclude the comparison of replicas."""
         if self._gathered is not None:
+            # Every rank comes here with the same fingerprints, so all of them raise or none does.
             self._check_replicas(self._gathered.wait())
             self._gathered = None
         agreed = self.strategy.agree_finite(finite)
@@ -408,6 +412,7 @@ class AttachedRun:
 
     def _compare_replicas(self) -> None:
         """Gather the fingerprints of all replicas with the step's gradients."""
+        # A rank that skips optimizer.step() by itself is noticed by no exchange of gradients.
         own = fingerprints(self.model.tensors().values())
         self._compared = in_backward()
         gather = gather_fingerprints(own, active=self._compared)
@@ -468,6 +473,7 @@ class AttachedRun:
                 _check_swappable(each, config)
             config.validate(self.context.target())
         except ThinwireError as error:
+            # The other ranks raise at once, instead of waiting for this one in `agree_on`.
             decline(str(error), communicator.rendezvous, _SWAP)
             raise
         # A backward that raised after its last bucket has not written its residuals yet.

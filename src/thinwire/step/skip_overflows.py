@@ -2,7 +2,7 @@
 
 An overflow sets all gradients to NaN on all ranks. A GradScaler then skips the optimizer's step. Without one,
 step hooks hide the gradients from the optimizer, so that it changes neither parameters nor its own state.
-Optimizers are those given to `attach`, and those of the model's parameters that are found when they step.
+Optimizers are those passed to `attach`, and those of the model's parameters that are found when they step.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Skipping:
         """Skip steps from now on, of these optimizers and of others that step these parameters.
 
         Args:
-            optimizers: The optimizers given to `attach`.
+            optimizers: The optimizers passed to `attach`.
             parameters: The model's parameters.
             skips: Whether overflowed steps are skipped, or warned of. False leaves both to the user.
             obstacle: The reason why no step can be skipped, for the warning.
@@ -134,6 +134,7 @@ class Skipping:
         """Register hooks after all others of the optimizer, which see its gradients."""
         self._known.add(optimizer)
         if self.skips and not isinstance(optimizer, LBFGS):
+            # Registered after ZeRO's and the user's own hooks, which still see the gradients.
             hooks = _StepHooks(self)
             self._handles += [
                 optimizer.register_step_pre_hook(torch.compiler.disable(hooks.before)),
@@ -203,6 +204,7 @@ class _StepHooks:
         held = skipping.gradients(optimizer)
         if not held:
             return False
+        # The host reads gradients only after an overflow, or where no exchange of gradients checks them.
         if _all_finite(held):
             self._cleared = skipping.overflows
             return False

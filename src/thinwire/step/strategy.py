@@ -73,7 +73,7 @@ class Configuration(ReprAsWritten):
         """Check the configuration against a model before anything is changed or sent.
 
         Args:
-            target: The model, its optimizers and the other options given to `attach`.
+            target: The model, its optimizers and the other options passed to `attach`.
 
         Raises:
             OptionError: The configuration does not fit the model, its ranks or its optimizers.
@@ -83,7 +83,7 @@ class Configuration(ReprAsWritten):
         """Return the parameters that this rank's optimizer steps, and whose state it needs, by name.
 
         Args:
-            target: The model and the options given to `attach`.
+            target: The model and the options passed to `attach`.
         """
         return {name: tensor for name, tensor in target.model.parameters().items() if tensor.requires_grad}
 
@@ -142,9 +142,9 @@ class Target:
 
     Attributes:
         model: The attached model.
-        optimizers: The optimizers given to `attach`.
+        optimizers: The optimizers passed to `attach`.
         audits: Whether audits are enabled.
-        scaler: The GradScaler given to `attach`. None if there is none, "auto" to detect it.
+        scaler: The GradScaler passed to `attach`. None if there is none, "auto" to detect it.
     """
 
     model: Model
@@ -178,8 +178,8 @@ class Context:
         rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges.
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
-        optimizers: A function that returns the optimizers given to `attach` that still exist.
-        scaler: The GradScaler given to `attach`.
+        optimizers: A function that returns the optimizers passed to `attach` that still exist.
+        scaler: The GradScaler passed to `attach`.
         membership: A function that makes the membership of averaged models from a replica, a function that
             returns its contributions, and this context. None: the fixed ranks of `communicator`.
     """

@@ -67,6 +67,9 @@ class OpenTransaction:
 
     def roll_back(self) -> None:
         """Discard the step's changes of all memories, and call the `undo` callbacks."""
+        # An overflow in the last bucket undoes changes of the first one's residuals. They were written to
+        # second copies: undoing the arithmetic would not be exact, and a snapshot would cost a pass in every
+        # step.
         for memory in self._memories.values():
             memory.forget()
         for undo in self.undo:
@@ -141,6 +144,8 @@ class StepTransaction:
         # the next call here settles the step as they have: with the same collectives, and the same count.
         try:
             self._engine.settle()
+            # The step's only read on the host. No extra collective is needed where all ranks have the same
+            # means: each detects the overflow by itself.
             committed = step is None or bool(agree_finite(all_true(step.finite)).item())
         except ThinwireError:
             self._open, self.skipping.in_backward = None, False
@@ -152,12 +157,17 @@ class StepTransaction:
             return None
         self.overflowed = not committed
         if committed:
+            # DDP drops the means of parameters that no rank used, so their residuals must not change either.
             step.commit(self._model.unused())
             self.count += counts
         else:
+            # The count stays too: seeds, warm-ups and schedules depend on it, so that training after this
+            # step equals training without it, bit by bit.
             logger.info("step %d overflowed on some rank: it is rolled back on all", self.count)
             step.roll_back()
             self._engine.meter.overflowed()
+            # All of them, as a GradScaler checks each optimizer's own parameters. An optimizer that stepped
+            # while another skipped would apply a mean whose residuals were rolled back.
             self._model.spoil_gradients()
         self.skipping.settled(self.count, committed, self._model.tensors)
         return committed

@@ -1,6 +1,7 @@
 """FSDP2 models: what replicas exchange, against FSDP's own hybrid sharding on the same ranks."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -301,7 +302,7 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     """Rank 3's gathers meet those of rank 2's training, until both wait for each other in FSDP."""
     mesh = site_mesh()
     model = sharded(mesh["shard"])
-    thinwire.attach(model, Int8(), replicas=mesh["replicate"], timeout=6)
+    wire = thinwire.attach(model, Int8(), replicas=mesh["replicate"], timeout=6)
     loss(model, rank, 0).backward()
     if rank == 3:
         with torch.no_grad():
@@ -310,6 +311,10 @@ def one_evaluates_alone(rank: int, world_size: int) -> list[str]:
     for step in (1, 2):
         with contextlib.suppress(AssertionError):
             said.append(failure(partial(pass_over, model, rank, step), RuntimeError))
+        # The other shard's watch may end FSDP's collectives before this rank's own has read the reports.
+        deadline = time.monotonic() + 30
+        while not wire._runner.engine.failed and time.monotonic() < deadline:
+            time.sleep(0.1)
     # A rank that leaves closes its connections, which the others may notice before they notice the wire.
     store = store_of(dist.distributed_c10d._get_default_group())
     store.set(f"rank {rank} is done", "")

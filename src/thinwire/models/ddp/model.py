@@ -191,6 +191,7 @@ class DDPModel:
         if self._reduced is None:
             members = internals.reduced_parameters(ddp)
             self._reduced = [name for name, tensor in parameters_of(ddp).items() if id(tensor) in members]
+        # DDP has summed these over all ranks in its final callback, so they are equal everywhere.
         counts = internals.use_counts(ddp)
         return {name for name, count in zip(self._reduced, counts, strict=True) if not count}
 
@@ -259,6 +260,8 @@ class DDPModel:
         ddp, layout = self._ddp(), run.layout
         if not self._foresees or ddp is None:
             return
+        # DDP rebuilds its buckets after its very first backward, also after a bad one. The step that replaces
+        # it keeps its groups, so that its means are those of a run without the bad step.
         if not committed:
             layout.repeat()
         if layout.held is not None or internals.has_rebuilt_buckets(ddp) or internals.joins(ddp):
@@ -299,8 +302,11 @@ class _Sequence:
         Raises:
             WireError: The backward before this one was interrupted.
         """
+        # Without a mark on the last bucket, no rank would close its step, and all would wait until the limit.
         if self._delayed and self._taken + size <= self._all:
             index, last = self._latest + 1, last or self._taken + size == self._all
+        # A backward that was interrupted between two buckets leaves its step open. Its buckets were exchanged
+        # on this rank, and perhaps not on others, so this one cannot simply begin again.
         if index <= self._latest:
             raise WireError(
                 f"bucket {index} arrived while step {step} was not finished: its backward was"

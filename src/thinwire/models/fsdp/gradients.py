@@ -107,6 +107,7 @@ class ShardedGradients(ShardedModel):
         if not self._begun:
             self.check_finalization()
             self._check_trained(run)
+            # An interrupted backward may have left groups here, which belong to no step any more.
             self._begun, self._arrived, self._earlier, self._sent = True, {}, {}, []
             self._left = [number for number in self._order if self._groups[number].trains]
             queue_callback(partial(self._check_complete, run))
@@ -167,6 +168,8 @@ class ShardedGradients(ShardedModel):
         if group.missing or group.number in self._arrived:
             return
         self._arrived[group.number] = group
+        # Autograd may reach the groups of branches in another order in another replica. If each replica
+        # exchanged gradients as they arrive, one's first bucket would meet another's second.
         while self._left and self._left[0] in self._arrived:
             ready = self._arrived[self._left.pop(0)]
             gradients = ready.gradients()

@@ -113,8 +113,8 @@ def refuse_hooks(name: str, parameter: torch.Tensor, own: int = 0) -> None:
     """Raise UnavailableError if hooks other than thinwire's `own` would see gradients before the exchange."""
     if internals.accumulation_hooks(parameter) > own or steps_in_backward(parameter):
         raise UnavailableError(
-            f"{name} has a hook that runs as soon as its gradient is there, as optimizers in backward do: it"
-            " would see the gradient before the exchange; step the optimizer after backward"
+            f"{name} has a hook that runs as soon as its gradient is written, as optimizers in backward do:"
+            " it would see the gradient before the exchange; step the optimizer after backward"
         )
 
 
@@ -154,7 +154,7 @@ def _mesh_of(parameters: dict[str, nn.Parameter]) -> Any:
             )
         if mesh.ndim != 1 or mesh != first:
             raise UnavailableError(
-                f"{name} is sharded along {mesh}, beside other meshes or with several dimensions, which"
+                f"{name} is sharded along {mesh}, unlike other parameters or along several dimensions, which"
                 f" thinwire does not exchange: {_ONE_MESH}"
             )
     return first
