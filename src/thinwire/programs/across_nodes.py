@@ -91,11 +91,7 @@ class AcrossNodes(Wrapper):
             OptionError: The last node would have fewer ranks than the others, or the program cannot run
                 between the nodes.
         """
-        if world_size % (self.node_size or 1):
-            raise OptionError(
-                f"node_size={self.node_size} does not divide the {world_size} ranks: all nodes must have"
-                " the same number of ranks"
-            )
+        self._check_nodes(world_size)
         # Rules are about whole parameters, and only one rank of each node runs the program with the others.
         self.program.check(shapes, world_size // (self.node_size or 1))
 
@@ -103,6 +99,7 @@ class AcrossNodes(Wrapper):
         """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
         size = self.node_size
         assert size is not None, "set in __post_init__"
+        self._check_nodes(bucket.world_size)  # a program may also run without `attach`
         node, place = divmod(bucket.rank, size)
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))
@@ -126,6 +123,13 @@ class AcrossNodes(Wrapper):
         rows = yield AllGather(outcome.mean, ranks=neighbours)
         mean = shares.join(rows, bucket.buffer)
         return Outcome(mean)
+
+    def _check_nodes(self, world_size: int) -> None:
+        if world_size % (self.node_size or 1):
+            raise OptionError(
+                f"node_size={self.node_size} does not divide the {world_size} ranks: all nodes must have"
+                " the same number of ranks"
+            )
 
 
 @dataclass(frozen=True, repr=False)
