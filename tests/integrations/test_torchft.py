@@ -195,6 +195,11 @@ def test_a_difference_is_named_and_not_called_a_missing_quorum(subject: str) -> 
     assert found[1].startswith("WireError: "), "the other one waits for more replicas"
 
 
+def membership_of(wire: thinwire.Wire) -> Any:
+    strategy: Any = wire._runner.strategy
+    return strategy.membership
+
+
 def patient(place: int, address: str, folder: Path) -> list[str]:
     """Replica 0 waits in vain, says for what, and joins in its second attempt, when there is another."""
     module = tiny.model()
@@ -218,7 +223,7 @@ def patient(place: int, address: str, folder: Path) -> list[str]:
         ):
             wire.join()
         (folder / "alone").touch()
-        wire._runner.strategy.membership.service.patience *= 10
+        membership_of(wire).service.patience *= 10
     wire.join()
     assert len(wire.replicas) == 2
     return messages
@@ -521,7 +526,7 @@ def hostile(place: int, address: str, folder: Path) -> None:
         manager.load_state_dict({"step": 7, "batches_committed": 7})
         manager._user_state_dicts["thinwire"] = lambda: Harmful(folder / "sentinel")
         with contextlib.suppress(thinwire.WireError):
-            wire._runner.strategy.membership._round(time.monotonic() + 60)
+            membership_of(wire)._round(time.monotonic() + 60)
         return
     with pytest.raises(thinwire.StateError, match=r"more than tensors and plain values.*mkdir"):
         wire.join()
