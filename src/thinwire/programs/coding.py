@@ -58,8 +58,10 @@ class JoinedCoder(Coder):
 
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Join the numbers and encode them."""
-        # A single tensor is encoded in place, unless its error is computed, which would overwrite it.
-        whole = errors is None and given.residuals is None and len(given.values) == 1
+        # A single tensor needs no copy, unless its error, which overwrites it, is to be written elsewhere.
+        single = given.residuals is None and len(given.values) == 1
+        in_place = errors is given.values and given.values[0].dtype == given.dtype
+        whole = single and (errors is None or in_place)
         self._write(given.values[0] if whole else _joined(given), 1, errors, parts)
 
     def encode_mean(
