@@ -99,6 +99,8 @@ class ShardedGradients(ShardedModel):
             for held in internals.parameter_groups(module):
                 own = {names[id(parameter)]: parameter for parameter in internals.parameters_of(held)}
                 group = self._groups[len(self._groups)] = Group(len(self._groups), own)
+                # Replicas may reach modules in different orders. The first replica's first backward decides
+                # for all.
                 self._order.insert(0, group.number)  # backward reaches the last module first
                 module.set_all_reduce_hook(partial(self._before, run, group))
 
@@ -157,6 +159,8 @@ class ShardedGradients(ShardedModel):
         )
 
     def _fail(self, run: AttachedRun, error: ThinwireError) -> None:
+        # Zeros in their place would make weight decay and momentum act where FSDP leaves a parameter
+        # alone.
         """Shut the wire down on all ranks of this replica and of the others, and raise the error."""
         self._shards.fail(error)
         run.engine.fail(error)
