@@ -159,8 +159,6 @@ class ShardedGradients(ShardedModel):
         )
 
     def _fail(self, run: AttachedRun, error: ThinwireError) -> None:
-        # Zeros in their place would make weight decay and momentum act where FSDP leaves a parameter
-        # alone.
         """Shut the wire down on all ranks of this replica and of the others, and raise the error."""
         self._shards.fail(error)
         run.engine.fail(error)
@@ -233,6 +231,7 @@ class ShardedGradients(ShardedModel):
         if not left:
             return
         waited = [name for group in left for name in group.missing or group.parameters]
+        # Not zeros: weight decay and momentum would act where FSDP leaves a parameter alone.
         self._fail(
             run,
             WireError(
