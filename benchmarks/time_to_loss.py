@@ -30,6 +30,7 @@ from thinwire.programs.memory import Memory
 from thinwire.programs.program import Program, mean_of
 from thinwire.programs.rules import exceptions_of
 from thinwire.strategies.averaging.anchors import Anchors, split_evenly
+from thinwire.strategies.averaging.diloco import outer_step, pseudo_gradients
 from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Averaging
 from thinwire.tools.bench.parsing import parse_program
@@ -160,10 +161,9 @@ class Training:
         if self._anchors is None or loop is None:
             result = self.exchanges[1].mean(held, thinwire.Exact(), self._used)
         else:
-            changes = [self._anchors.pseudo_gradients(0, own) for own in held]
-            if loop.tuning is not None:
-                self._anchors.tune(0, loop.tuning(self._world))
-            self._anchors.step(0, self.exchanges[1].mean(changes, loop.program, self._used))
+            changes = [pseudo_gradients(self._anchors, own, 0) for own in held]
+            mean = self.exchanges[1].mean(changes, loop.program, self._used)
+            outer_step(self._anchors, held[0], 0, mean, loop, self._world)
             result = {name: self._anchors[name] for name in held[0]}
         self._used += 1
         for own in held:

@@ -32,7 +32,7 @@ from thinwire.step.options import Options, optimizers_of, time_limit_of
 from thinwire.step.runner import AttachedRun, connect
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
 from thinwire.step.strategy import Attachable, Stages
-from thinwire.strategies.averaging.start import start_equal
+from thinwire.strategies.averaging.replica import start_equal
 from thinwire.strategies.schedule import Schedule, stages_of
 from thinwire.wire import Wire
 

@@ -30,10 +30,10 @@ class Wire:
         self._runner = runner
 
     def __repr__(self) -> str:
-        size, stats = self._runner.communicator.size, self.stats()
-        ranks = f"{size} rank{'s' if size > 1 else ''}"
+        size, stats = len(self.replicas), self.stats()
+        kind = "replica" if self._runner.context.membership is not None else "rank"
         sent = sent_text(stats.bytes_sent, stats.ddp_bytes)
-        return f"Wire({self.program!r}, {ranks}, step {self.step}, {sent})"
+        return f"Wire({self.program!r}, {size} {kind}{'' if size == 1 else 's'}, step {self.step}, {sent})"
 
     @property
     def program(self) -> Attachable:
@@ -44,6 +44,30 @@ class Wire:
     def step(self) -> int:
         """The number of committed training steps, without those that overflowed."""
         return self._runner.steps.count
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas in the last exchange, as `"rank 0"`. Live replicas join and leave."""
+        return self._runner.strategy.replicas
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges of models that were applied. 0 if only gradients are exchanged."""
+        return self._runner.strategy.exchanges
+
+    def join(self) -> None:
+        """Wait for the other replicas' next exchange, and continue from their state.
+
+        Only live replicas need it, which join and leave while a job runs (`thinwire.integrations.torchft`).
+        The first forward of the model calls it. Call it before to know `step` at once. Elsewhere, and once
+        this replica has joined, it does nothing.
+
+        Raises:
+            WireError: There were not enough replicas in time.
+            MismatchError: This replica is set up differently from the others.
+        """
+        with at_work():
+            self._runner.strategy.join()
 
     def stats(self) -> Stats:
         """Return bytes and times so far.

@@ -45,7 +45,7 @@ from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
 from thinwire.step.runner import AttachedRun, Choice
-from thinwire.strategies.averaging.nodes import ranks_on_this_node
+from thinwire.strategies.averaging.groups import ranks_on_this_node
 
 logger = logging.getLogger(__name__)
 

@@ -116,6 +116,7 @@ class AttachedRun:
         auditor: The auditor of exchanges. None audits nothing.
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
+        membership: A function that makes the membership of averaged models, as in `Context`.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class AttachedRun:
         auditor: Auditor | None = None,
         check_every: int | None = 0,
         optimizers: Callable[[], list[Optimizer]] = list,
+        membership: Callable[[Any, Any, Context], Any] | None = None,
     ) -> None:
         self.model, self.stages = model, stages
         self.communicator, self.engine = connection
@@ -145,6 +147,7 @@ class AttachedRun:
             check_every=check_every,
             optimizers=optimizers,
             scaler=scaler,
+            membership=membership,
         )
         self.schedule_ended = False
         """Whether a swap or an audit has ended a schedule."""

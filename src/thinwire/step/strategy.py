@@ -180,6 +180,8 @@ class Context:
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
         scaler: The GradScaler given to `attach`.
+        membership: A function that makes the membership of averaged models from a replica, a function that
+            returns its contributions, and this context. None: the fixed ranks of `communicator`.
     """
 
     model: Model
@@ -193,6 +195,7 @@ class Context:
     check_every: int | None
     optimizers: Callable[[], list[Optimizer]]
     scaler: ScalerOption
+    membership: Callable[[Any, Any, "Context"], Any] | None = None
 
     def target(self) -> Target:
         """Return the target that a configuration is validated against."""
@@ -310,6 +313,20 @@ class Strategy:
     def explain(self) -> str:
         """Return text that `wire.explain()` shows above its table, such as the reason for a choice."""
         return ""
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas that take part. By default the ranks of the model's group."""
+        ranks = self.context.engine.world_ranks(range(self.context.communicator.size))
+        return tuple(f"rank {rank}" for rank in ranks)
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges of models that were applied. 0 if only gradients are exchanged."""
+        return 0
+
+    def join(self) -> None:
+        """Wait until this replica takes part. Only replicas that join and leave need it."""
 
     def finalize(self) -> None:
         """Synchronise the models of all ranks. Collective."""
