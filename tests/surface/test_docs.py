@@ -49,7 +49,10 @@ def test_the_sparse_example_loses_nothing() -> None:
         means = [result[0].mean for result in run.results]
         assert all(torch.equal(mean, means[0]) for mean in means)
         received += means[0]
-    kept = [torch.cat([m.slot(n, "residual", lambda: torch.zeros(0)) for n in ("w", "b")]) for m in memories]
+    kept = [
+        torch.cat([m.slot(n, "residual", lambda: torch.zeros(0)).flatten() for n in ("w", "b")])
+        for m in memories
+    ]
     torch.testing.assert_close(received + torch.stack(kept).mean(0), given)
 
 
