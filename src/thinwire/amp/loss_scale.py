@@ -104,6 +104,8 @@ class Scales:
             if self._exchanged and holds_any(optimizer, parameters):
                 self._stepped_by(_calling_scaler(sys._getframe()), optimizer)
 
+        # A scaler is registered nowhere. Its `step` is on the call stack when it steps this model's
+        # optimizer.
         return [register_optimizer_step_pre_hook(torch.compiler.disable(before_step))]
 
     def _stepped_by(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:

@@ -64,6 +64,9 @@ class PerRank:
         # DCP loads an object that it stored whole to the device it was on, which a job with fewer ranks may
         # not have. So it is stored from the CPU.
         own = copied(self._held.state_dict(), lambda tensor: tensor.to("cpu", copy=True))
+        # DCP stores one of several equal keys, and would load one rank's residuals on all ranks: so the key
+        # names the rank. It loads only keys that the loading object has already, and a new wire has no
+        # residuals: so the state is a tuple, which DCP stores and loads as a whole.
         return {rank_key(*self._place()): (own,)}
 
     def load_state_dict(self, state: object) -> None:

@@ -19,7 +19,10 @@ def check_count(what: str, value: object) -> None:
 
 
 def check_tensor(what: str, tensor: object, *, finite: bool = True) -> None:
-    """Raise StateError unless `tensor` is a dense tensor, and finite unless `finite` is False."""
+    """Raise StateError unless `tensor` is a dense tensor, and finite unless `finite` is False.
+
+    Buffers need not be finite: attention masks hold -inf.
+    """
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided

@@ -111,6 +111,10 @@ class Codec(ABC):
     def finite(self, parts: Parts) -> torch.Tensor | None:
         """Return whether all decoded numbers will be finite, from the parts alone.
 
+        A check of scales reads one number per block. It must not depend on whether native code runs: at the
+        edge of float32's range a scale can be finite although a decoded number is not, and ranks would
+        diverge.
+
         Args:
             parts: An encoding, as `encode` returns it.
 

@@ -12,6 +12,7 @@ def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor
     The reciprocal is 0 where it would not be finite. A row with a non-finite number has a non-finite scale.
     """
     # abs: of zeros the sign that `maximum` returns depends on the processor.
+    # amax and amin are six times as fast as aminmax by rows, or a norm (benchmarks/codecs.py).
     most = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).abs_()
     return most / levels, torch.where(most > TINY, most.reciprocal() * levels, 0.0)
 

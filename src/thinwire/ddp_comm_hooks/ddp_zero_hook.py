@@ -154,6 +154,9 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_bu
             " the same process_group"
         )
     zero._assign_for_overlap(shard_buckets)
+    # Plain DDP leaves a parameter that no rank used without a gradient. Only all ranks together know that, so
+    # each bucket's flags are sent before its step. The optimizer-overlap hooks cannot: they step in a
+    # future's callback, where no collective may be issued.
     if ddp.find_unused_parameters or ddp.static_graph:  # a static graph may leave parameters out
         zero._overlap_info.usage = Usage(ddp.module.parameters())
 

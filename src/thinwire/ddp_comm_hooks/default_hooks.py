@@ -124,6 +124,9 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
         ddp.register_comm_hook(None, fp16_compress_wrapper(allreduce_hook))
     """
+    # torch documents the wrapped allreduce_hook as equivalent to the compress hook, so it divides before it
+    # casts, too. Other hooks divide inside. Dividing before the cast as well would push small gradients below
+    # fp16's range, which is silent, where an overflow is loud.
     return fp16_compress_hook if hook is allreduce_hook else _casting(hook, torch.float16)
 
 

@@ -385,6 +385,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self.initialized and traveling == self._traveling:
             return
         if self.world_size > 1:
+            # On Gloo, a rank that expects more than a broadcast sends may keep training with old values. So
+            # ranks compare the parameters to send whenever these change, through the store.
             set_up = {
                 "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
                 **_described(self.optim, self.param_groups, traveling, self.parameters_as_bucket_view),

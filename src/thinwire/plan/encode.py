@@ -104,6 +104,7 @@ class Speeds:
             ]
             enough = used + layout.numbers > self.budget or spent > _MOST_SECONDS
             if similar and (enough or layout.numbers > _NUMBERS):
+                # Time is about proportional to the count of numbers, so the nearest size is scaled.
                 nearest = min(similar, key=lambda pair: abs(pair[0].numbers - layout.numbers))
                 return nearest[1]
             started = time.perf_counter()
@@ -142,6 +143,7 @@ def _cut(layout: Layout) -> Layout:
     """
     shapes: list[torch.Size] = []
     left = _NUMBERS
+    # Take parameters at equal distances, so that the sample mixes sizes as the layout does.
     places = range(0, len(layout.shapes), math.ceil(len(layout.shapes) / _PARAMETERS))
     for shape in (layout.shapes[place] for place in places):
         rest = shape.numel() // shape[0] if len(shape) else 1

@@ -135,6 +135,7 @@ def shipped() -> Mapping[str, list[Gap]]:
     found: dict[str, list[Gap]] = {}
     for table in tables:
         what = ("benchmark", table["model"], table["parameters"], table["steps"], table["command"])
+        # Tables hold losses beside plain DDP's own, or gaps where only these were recorded.
         gaps = {program: loss / table["plain"] - 1 for program, loss in table.get("losses", {}).items()}
         for program, gap in (gaps | table.get("gaps", {})).items():
             found.setdefault(program, []).append(Gap(gap, *what))

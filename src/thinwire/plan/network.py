@@ -133,6 +133,7 @@ class Network:
         Args:
             cores: Processor cores for each rank. From two on, a thread finds one that is idle.
         """
+        # No wait with two cores per rank, half of WAKE_UP_SECONDS with one.
         waits = WAKE_UP_SECONDS * max(0.0, 1 / cores - 0.5)
         return replace(self, message_seconds=self.message_seconds + waits)
 

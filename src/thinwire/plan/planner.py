@@ -158,6 +158,7 @@ class Planner:
             there = replace(network, link=relative.scaled(rate))
             return self.cost(PLAIN_DDP, there).step - self.cost(candidate, there).step
 
+        # A program that does not pay at 100 kbit/s never does, and one that pays at 1 Tbit/s always does.
         if gain(_SLOWEST) <= 0:
             return 0.0
         if gain(_FASTEST) > 0:

@@ -98,6 +98,7 @@ def recommend(
         return Recommendation(
             None, f"Don't. On {here}, stay with plain DDP: {spent}, and {reason}.{_tempting(rows, limits)}"
         )
+    # Gradient programs first: averaged models change training more, and their loss gaps vary more by model.
     gradients = [row for row in paying if row.candidate.averaging is None]
     averaged = [row for row in paying if row.candidate.averaging is not None]
     best = _best(gradients or averaged)
@@ -122,6 +123,7 @@ def recommend(
 def _best(rows: Sequence[Row]) -> Row:
     """Return the fastest row, or of those that are nearly as fast, the one with the smallest loss gap."""
     fastest = min(row.cost.step for row in rows)
+    # Within a few per cent, predictions do not distinguish candidates. The safest of them wins.
     near = [row for row in rows if row.cost.step <= _NEAR * fastest]
     return min(near, key=lambda row: (round(max(0.0, _gap(row)), 3), row.memory, row.cost.step))
 

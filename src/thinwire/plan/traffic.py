@@ -112,6 +112,7 @@ def buckets_of(shapes: Shapes, bucket_mb: float | None, itemsize: int = 4) -> li
     for name, shape in shapes.items():
         names.append(name)
         size += itemsize * shape.numel()
+        # DDP closes a bucket with the parameter that reaches the limit, so buckets exceed it.
         if size >= limit:
             buckets.append(tuple(names))
             names, size, limit = [], 0, most

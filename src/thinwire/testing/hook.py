@@ -173,6 +173,8 @@ def _gradients(register: Callable[[DistributedDataParallel], Any], rank: int, st
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
     chance = random.Random(rank)
     for parameter in model.parameters():
+        # Random delays in backward, different on each rank: buckets arrive in different orders, as on a busy
+        # machine.
         parameter.register_hook(lambda _: time.sleep(chance.uniform(0, 0.002)))
     register(ddp)
     results = []

@@ -95,7 +95,9 @@ def joins(ddp: DistributedDataParallel) -> bool:
 def finalizes_manually(ddp: DistributedDataParallel) -> bool:
     """Return whether the caller writes the gradients with `ddp.finalize_backward()`; False before torch 2.15.
 
-    Then DDP queues no final callback, and gradients are written some time after backward has returned.
+    Then DDP queues no final callback, and gradients are written some time after backward has returned. The
+    NaNs of an overflow, which keep optimizers from stepping, would be overwritten, so it raises. The option
+    may be set at any time, so each step checks it.
     """
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
 

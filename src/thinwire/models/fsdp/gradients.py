@@ -99,6 +99,8 @@ class ShardedGradients(ShardedModel):
             for held in internals.parameter_groups(module):
                 own = {names[id(parameter)]: parameter for parameter in internals.parameters_of(held)}
                 group = self._groups[len(self._groups)] = Group(len(self._groups), own)
+                # Replicas may reach modules in different orders. The first replica's first backward decides
+                # for all.
                 self._order.insert(0, group.number)  # backward reaches the last module first
                 module.set_all_reduce_hook(partial(self._before, run, group))
 
@@ -232,6 +234,7 @@ class ShardedGradients(ShardedModel):
         if not left:
             return
         waited = [name for group in left for name in group.missing or group.parameters]
+        # Not zeros: weight decay and momentum would act where FSDP leaves a parameter alone.
         self._fail(
             run,
             WireError(

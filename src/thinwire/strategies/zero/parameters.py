@@ -2,7 +2,8 @@
 
 One flat broadcast carries many parameters, up to 32 MB, so that buffers stay small. Over all owners,
 a rank sends (W-1)/W of the model on average. Parameters are updated in place, so each tensor keeps its memory
-and strides.
+and strides. An all-gather of shards would pad all of them to the largest, which one embedding makes most of a
+model, and would need the memory of a second model.
 """
 
 from collections.abc import Iterator, Sequence

@@ -53,6 +53,7 @@ def advise(cell: Cell) -> Advice:
     spent = f"plain DDP spends {_share_beyond(plain):.0%} of a step beyond computing"
     warning = _too_short(cell) + _too_few_exchanges(others, _steps(cell))
     warning += Load(cores=cell.cores, others=cell.other_cores).doubt()
+    # Ties are decided by safety, not by a median within noise.
     tied = _fastest([row for row in others if _is_better(row, plain)])
     if not tied:
         reason = "no contestant reached its loss clearly sooner"

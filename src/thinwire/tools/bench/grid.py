@@ -166,6 +166,8 @@ def run_grid(
     results.command = command
     done = {cell.key for cell in results.cells if cell.error is None}
     apart: dict[int, Apart] = {}
+    # A cell is saved as soon as it is measured, with its error if it failed. A resumed run measures the
+    # missing and the failed cells.
     for hosts, link in grid.cells:
         label = f"{hosts} hosts, {link}"
         if (grid.workload, hosts, link) in done:

@@ -121,6 +121,8 @@ def _train_overtime(
     """Train contestants until they reach plain DDP's loss, for at most four times the steps."""
     plain = next(entry.track for entry in entries if entry.track.kind == "ddp")
     target = close_to(plain.losses[-1][1])
+    # Clocks differ among ranks. Ranks that stopped at different steps would wait for each other in a
+    # collective.
     budget = _agreed([sum(plain.step_seconds)])[0] if by_time else math.inf
     late = [entry for entry in entries if entry.track.kind in ("thinwire", "torch")]
     used = _agreed([sum(entry.track.step_seconds) for entry in late])
@@ -204,6 +206,7 @@ def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
     counted = entry.wire.stats() if entry.wire else None
     if entry.first_gradient:
         entry.first_gradient.ready = None
+    # Ranks start together, so that a step does not include waiting for a slower evaluation of another rank.
     dist.barrier()
     before, started = device_bytes(), time.perf_counter()
     backward_ended = train_step(entry, workload, step)

@@ -42,6 +42,8 @@ def peak_memory(prepare: Prepare) -> list[int]:
     # Import once here instead of in every fork: dynamo for DDP, the optimizers for torch's contestants.
     import_dynamo()
     importlib.import_module("torch.distributed.optim")
+    # The number of contestants is known only inside a fork, because this process must not run the user's
+    # code.
     peaks: list[int] = []
     count = 1
     while len(peaks) < count:

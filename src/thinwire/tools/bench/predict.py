@@ -136,6 +136,7 @@ def _stretched(here: Compute, alone: Track, plain: Row, cores: float) -> Compute
     optimizer = statistics.median(alone.optimizer_seconds or [here.optimizer])
     backward = step - optimizer
     begin, end = here.arrivals[0], here.arrivals[-1]
+    # Backward's gradients keep their relative times, stretched to the duration that the cell measured.
     scale = (backward - first) / max(1e-9, end - begin)
     return replace(
         here,

@@ -150,6 +150,7 @@ def rows(cell: Cell) -> list[Row]:
         return []
     limits = _Limits.of(cell, alone)
     racing = [track for track in cell.tracks if track.kind != "alone"]
+    # Losses at equal time are compared at the end of the fastest contestant, which all others have reached.
     deadline = min(elapsed(track, _steps(plain)) for track in racing if not track.unavailable)
     return [_row(track, cell, plain, limits, deadline) for track in racing]
 
@@ -265,6 +266,7 @@ def _blocks(values: list[float], cycle: int | None) -> list[float]:
     Costs that do not repeat are averaged over every fourth step. These four means have all stages of a
     schedule in them, so that their spread is that of the measurement.
     """
+    # The first steps allocate memory and rebuild DDP's buckets.
     settled = values[WARM_UP:] or values
     if cycle is None:
         return [statistics.fmean(settled[first::_PARTS]) for first in range(min(_PARTS, len(settled)))]

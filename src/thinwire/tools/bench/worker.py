@@ -117,6 +117,7 @@ def _join(task: Task, number: int) -> None:
     if device().type == "cuda":
         torch.cuda.set_device(device())
         backend = "nccl"
+    # A process cannot open a second group at the rendezvous of the first, so the others use the served store.
     if number == 0:
         dist.init_process_group(backend, timeout=limit)
         return
