@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer
 import thinwire
 from examples import tiny
 from thinwire.integrations import torchft
-from thinwire.strategies.live.exchange import Exchange
+from thinwire.strategies.averaging.quorum import LiveReplicas
 
 _WIDTH = 8
 _NEW_NETWORK = 0x40000000
@@ -136,7 +136,7 @@ def _run(plan: Plan, place: Place, name: str) -> None:
     program = eval(plan.program, {"torch": torch}, vars(thinwire))
     wire = torchft.attach(manager, module, program, optimizer=optimizer)
     if plan.dies_in >= 0 and (place.replica, place.life, place.rank) == (1, 0, 0):
-        patch.object(Exchange, "_average", _dying(Exchange._average, plan.dies_in)).start()
+        patch.object(LiveReplicas, "_average", _dying(LiveReplicas._average, plan.dies_in)).start()
     wire.join()
     _train(plan, place, wire, (module, optimizer), plan.folder / f"{name}.jsonl")
     wire.finalize()
@@ -166,7 +166,7 @@ def _train(plan: Plan, place: Place, wire: Any, trained: tuple[Any, Any], progre
         while wire.step < (int(end.read_text()) if end.exists() else math.inf):
             if wire.exchanges != seen:
                 seen = wire.exchanges
-                anchors = wire._replica.fingerprint()
+                anchors = wire._runner.strategy.membership.state.fingerprint()
                 row = {"exchanges": seen, "step": wire.step, "anchors": anchors, "replicas": wire.replicas}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
@@ -191,11 +191,11 @@ def _digest(module: nn.Module) -> str:
 def _dying(average: Any, number: int) -> Any:
     """Return a method that kills the process where others already send it their numbers."""
 
-    def dying(self: Any, work: Any) -> None:
+    def dying(self: Any, *args: Any) -> None:
         if self._replica.exchanges == number:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        average(self, work)
+        average(self, *args)
 
     return dying
 

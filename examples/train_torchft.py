@@ -25,7 +25,6 @@ from torchft.coordination import LighthouseServer
 import thinwire
 from examples import tiny
 from thinwire.integrations import torchft
-from thinwire.strategies.live.wire import LiveWire
 
 _VICTIM = 1
 _AGAIN = " again"
@@ -71,7 +70,7 @@ def model(hidden: int) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def result(wire: LiveWire, module: torch.nn.Module) -> dict[str, object]:
+def result(wire: thinwire.Wire, module: torch.nn.Module) -> dict[str, object]:
     """Return what a run has led to on this replica, with the loss of the first rows."""
     rows = tiny.Rows().rows[:64]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Replicas that come and go as threads of one process, with a membership and a group in memory.
+"""Live replicas as threads of one process, with a quorum service and a group in memory.
 
 Faults are planned by round and by the number of the collective in it, so that every interleaving that a
 network may produce can be named, and repeated.
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.trees import copied
-from thinwire.engine.meter import Meter
 from thinwire.engine.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from thinwire.engine.simulate import exchange
-from thinwire.programs.program import NO_EXCEPTIONS
-from thinwire.programs.rules import exceptions_of
+from thinwire.integrations.live import attach_live
+from thinwire.models.local import LocalModel
+from thinwire.strategies.averaging.averager import Averager
+from thinwire.strategies.averaging.handover import LiveState
 from thinwire.strategies.averaging.policy import Averaging
-from thinwire.strategies.live.averager import LiveAverager
-from thinwire.strategies.live.replica import Replica
+from thinwire.strategies.averaging.quorum import LiveReplicas
 
 SECONDS = 60
 SET_UP = {"program": "DiLoCo", "option min_replicas": "2"}
@@ -66,7 +66,7 @@ class Hub:
             self.counts[rank] = number + 1
             self.calls.setdefault(number, {})[rank] = op
             if len(self.calls[number]) == self.size:
-                self.results[number] = exchange([self.calls[number][one] for one in range(self.size)])
+                self.results[number] = exchange([self.calls[number][rank] for rank in range(self.size)])
                 self.lock.notify_all()
             return number
 
@@ -139,7 +139,7 @@ class Room:
         hub, number = Hub(len(seats)), self.rounds
         self.rounds += 1
         best = max(seats, key=lambda seat: seat.position)
-        given = copied(best.replica.donate()) if best.replica is not None else None
+        given = copied(best.state.donate()) if best.state is not None else None
         for rank, seat in enumerate(seats):
             seat.configure(rank, len(seats), number, hub)
             behind = seat.position < best.position or (best.position == 0 and seat is not best)
@@ -147,13 +147,13 @@ class Room:
 
 
 class Seat:
-    """One replica's view of the room: its membership, and its group."""
+    """One replica's view of the room: its quorum service, and its group."""
 
     limit = patience = timedelta(seconds=SECONDS)
 
     def __init__(self, room: Room, place: int, life: int) -> None:
         self.room, self.place, self.name = room, place, f"replica {place}.{life}"
-        self.replica: Replica | None = None
+        self.state: LiveState | None = None
         self.group = self
         self.position = 0
         self.given: Any = None
@@ -173,9 +173,9 @@ class Seat:
     def begin(self, limit: timedelta) -> None:
         self.room.take_part(self)
         if self.given is not None:
-            assert self.replica is not None
+            assert self.state is not None
             state, self.position = self.given
-            self.replica.receive(state)
+            self.state.receive(state)
 
     def vote(self, error: Exception | None) -> bool:
         if self.dead:
@@ -190,14 +190,20 @@ class Seat:
     def abort(self) -> None:
         self.hub.abort()
 
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
     def _call(self, op: Any, deliver: Callable[[Any], object]) -> Pending:
         number = self.hub.counts.get(self.rank, 0)
         hub, rank = self.hub, self.rank
         fault = next(
             (
-                one
-                for one in self.room.faults
-                if (one.round, one.place, one.call) == (self.number, self.place, number)
+                fault
+                for fault in self.room.faults
+                if (fault.round, fault.place, fault.call) == (self.number, self.place, number)
             ),
             None,
         )
@@ -252,21 +258,29 @@ class Life:
         self.seat = Seat(room, place, life)
         self.module = model(100 * place + life)
         self.optimizer = torch.optim.Adam(self.module.parameters(), lr=0.05)
-        self.replica = Replica(
-            self.module, [self.optimizer], config, set_up=options.pop("set_up", SET_UP), share_optimizer=True
+        set_up = options.pop("set_up", SET_UP)
+        group: Any = self.seat
+        self.wire, self.state = attach_live(
+            self.seat,
+            LocalModel(self.module, group),
+            config,
+            optimizers=[self.optimizer],
+            set_up=set_up,
+            **options,
         )
-        self.seat.replica = self.replica
-        shapes = {name: one.shape for name, one in self.replica.parameters.items()}
-        exceptions = exceptions_of((), self.replica.loop.program, shapes) or NO_EXCEPTIONS
-        self.averager = LiveAverager(self.seat, self.replica, exceptions, meter=Meter(), **options)
+        self.seat.state = self.state
+        self.replica = self.state.replica
+        strategy: Any = self.wire._runner.strategy
+        self.averager: Averager = strategy
+        self.membership: LiveReplicas = strategy.membership
         self.error: BaseException | None = None
         self.uncommitted = 0
-        give_up = self.averager._give_up
-        self.averager._give_up = lambda *args: self._gave_up(give_up, *args)  # type: ignore[method-assign]
+        discard = self.membership._discard
+        self.membership._discard = lambda *args: self._discarded(discard, *args)
 
-    def _gave_up(self, give_up: Callable[..., None], *args: Any) -> None:
+    def _discarded(self, discard: Callable[..., None], *args: Any) -> None:
         self.uncommitted += 1
-        give_up(*args)
+        discard(*args)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         return {
@@ -277,19 +291,19 @@ class Life:
 
     def train(self, steps: int) -> None:
         """Train to the end, on gradients that depend on the replica and the step alone."""
-        self.averager.join()
-        while self.replica.step < steps:
+        self.wire.join()
+        while self.wire.step < steps:
             self.step()
-        self.averager.finalize()
+        self.wire.finalize()
 
     def step(self) -> None:
-        seeded = torch.Generator().manual_seed(1000 * self.seat.place + self.replica.step)
-        for one in self.module.parameters():
-            one.grad = torch.randn(one.shape, generator=seeded)
+        seeded = torch.Generator().manual_seed(1000 * self.seat.place + self.wire.step)
+        self.averager.begin()  # as the model's forward does
+        for parameter in self.module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=seeded)
         with torch.no_grad():
             self.module[1].running_mean.add_(self.seat.place)  # type: ignore[index]
         self.optimizer.step()
-        self.averager.step_ended()
 
 
 def run(

@@ -163,7 +163,7 @@ class Model(TorchDispatchMode):
         """Let thinwire work on this device, with CPU tensors."""
         patch.setattr("thinwire.engine.streams.streams_of", lambda device: self)
         patch.setattr("thinwire.engine.streams.record_use", self.record_use)
-        for user in ("thinwire.engine.engine", "thinwire.step.layout"):
+        for user in ("thinwire.engine.engine", "thinwire.step.buckets"):
             patch.setattr(f"{user}.Result", lambda device, awaited=None: Future(self))
 
 

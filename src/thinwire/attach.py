@@ -2,52 +2,44 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.amp.loss_scale import ScalerOption, Scales
+from thinwire.amp.loss_scale import ScalerOption
 from thinwire.engine.comm.agreement import decline, set_up_of
 from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.meter import Meter
-from thinwire.errors import AttachError, OptionError, ThinwireError
-from thinwire.models.ddp.internals import comm_hooks, uses_python_reducer
-from thinwire.models.ddp.model import Model, remove_handles
-from thinwire.models.ddp.reducer import Reducer, raise_python_reducer
+from thinwire.errors import OptionError, ThinwireError
+from thinwire.models.ddp.model import DDPModel
 from thinwire.models.ddp.unwrap import ddp_of, find_ddp, is_wrapper
+from thinwire.models.fsdp.gradients import ShardedGradients
 from thinwire.models.fsdp.internals import is_sharded
-from thinwire.models.fsdp.model import ShardedModel
-from thinwire.models.fsdp.reducer import ShardReducer
-from thinwire.models.local.group import replica_group
-from thinwire.models.local.model import ReplicaModel
-from thinwire.models.local.reducer import ReplicaReducer
+from thinwire.models.local import LocalModel, replica_group
 from thinwire.monitors.auditor import Auditor, OnExcess
-from thinwire.options import Options, optimizers_of, time_limit_of
 from thinwire.plan.auto import Auto
 from thinwire.programs.description import described
-from thinwire.programs.memory import Memory
 from thinwire.programs.rules import Rules, checked_rules
-from thinwire.step.connection import Connection
+from thinwire.step.autograd import remove_handles
 from thinwire.step.loading import check_loaded_states
-from thinwire.step.model import AttachedModel, AttachedReducer
-from thinwire.step.runner import AttachedRun, run_group, thinwire_hook
+from thinwire.step.model import Model
+from thinwire.step.options import Options, optimizers_of, time_limit_of
+from thinwire.step.runner import AttachedRun, connect
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
-from thinwire.step.strategy import Context
-from thinwire.strategies.averaging.start import start_equal
-from thinwire.strategies.schedule import Schedule, Stage, StagePlan
+from thinwire.step.strategy import Attachable, Stages
+from thinwire.strategies.averaging.replica import start_equal
+from thinwire.strategies.schedule import Schedule, stages_of
 from thinwire.wire import Wire
 
 
 def attach(
     model: nn.Module,
-    program: Stage | Schedule | Literal["auto"],
+    program: Attachable | Schedule | Literal["auto"],
     *,
     replicas: dist.ProcessGroup | DeviceMesh | None = None,
     rules: Rules = (),
@@ -137,66 +129,40 @@ def attach(
         scaler=scaler,
         history=history,
     )
-    plan = StagePlan(Auto() if program == "auto" else program)
+    stages = stages_of(Auto() if program == "auto" else program)
+    handle = _model(model, replicas, stages)
+    with _validating(handle, options):
+        handle.check_hooks()
+        handle.check_finalization()
+        options.validate(handle, stages)
+    return _start(handle, stages, options)
+
+
+def _model(model: nn.Module, replicas: object, stages: Stages) -> Model:
+    """Return the handle of a model: of DDP, of FSDP2, or of a module that each rank trains on its own."""
     ddp = find_ddp(model)
     if ddp is None and any(map(is_sharded, model.modules() if isinstance(model, nn.Module) else ())):
-        return _attach_sharded(_sharded_model(model, replicas), plan, options)
-    if ddp is None and not is_wrapper(model) and all(stage.trains_locally for stage in plan.stages):
-        return _attach_replica(ReplicaModel(model, replica_group(replicas)), plan, options)
+        if replicas is None:
+            raise OptionError(
+                f"{type(model).__name__} is sharded by fully_shard, and replicas=None: pass the ranks that"
+                " hold the same shard of the other replicas, as attach(model, program,"
+                " replicas=mesh['replicate']), with a mesh of dimensions 'replicate' and 'shard'"
+            )
+        sharded = ShardedGradients(model, replica_group(replicas))
+        sharded.check_replicas()
+        return sharded
+    if ddp is None and not is_wrapper(model) and all(stage.trains_locally for stage in stages.all):
+        return LocalModel(model, replica_group(replicas))
     if replicas is not None and (ddp is not None or not is_wrapper(model)):
         raise OptionError(
             f"replicas={replicas!r} is for models without DDP: a DistributedDataParallel model has a process"
             " group of its own, and gradient programs need one; pass it as process_group to DDP"
         )
-    return _attach_ddp(ddp_of(model), plan, options)
-
-
-def _attach_ddp(ddp: DistributedDataParallel, plan: StagePlan, options: Options) -> Wire:
-    model = Model(ddp)
-    with _validating(model, options):
-        _check_hooks(ddp)
-        model.check_finalization()
-        options.validate(model, plan)
-    reducer = Reducer(ddp, ddp.process_group, _connection(model, plan, options), resumes=True)
-    return _start(reducer, plan, options, lambda runner: _register(runner, ddp))
-
-
-def _attach_replica(model: ReplicaModel, plan: StagePlan, options: Options) -> Wire:
-    with _validating(model, options):
-        options.validate(model, plan)
-    reducer = ReplicaReducer(model, _connection(model, plan, options))
-    return _start(reducer, plan, options, lambda runner: start_equal(model))
-
-
-def _sharded_model(model: nn.Module, replicas: object) -> ShardedModel:
-    if replicas is None:
-        raise OptionError(
-            f"{type(model).__name__} is sharded by fully_shard, and replicas=None: pass the ranks that hold"
-            " the same shard of the other replicas, as attach(model, program, replicas=mesh['replicate']),"
-            " with a mesh of dimensions 'replicate' and 'shard'"
-        )
-    sharded = ShardedModel(model, replica_group(replicas))
-    sharded.check_replicas()
-    return sharded
-
-
-def _attach_sharded(model: ShardedModel, plan: StagePlan, options: Options) -> Wire:
-    with _validating(model, options):
-        model.check_no_hooks()
-        model.check_finalization()
-        options.validate(model, plan)
-    common = set_up_of({}, described(plan.given), **options.shared(model, plan))
-    reducer = ShardReducer(model, _connection(model, plan, options, shard=str(model.shard_key)), common)
-
-    def register(runner: AttachedRun) -> None:
-        start_equal(model)
-        reducer.register(partial(run_group, runner, reducer))
-
-    return _start(reducer, plan, options, register)
+    return DDPModel(ddp_of(model))
 
 
 @contextlib.contextmanager
-def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
+def _validating(model: Model, options: Options) -> Iterator[None]:
     """Report an error on this rank to the others, so that they raise at once instead of waiting."""
     try:
         yield
@@ -205,71 +171,38 @@ def _validating(model: AttachedModel, options: Options) -> Iterator[None]:
         raise
 
 
-def _connection(model: AttachedModel, plan: StagePlan, options: Options, **subjects: str) -> Connection:
-    """Return how to connect to the other ranks, which must agree on the options and on `subjects`."""
-    set_up = set_up_of(model.tensors(), described(plan.given), **options.shared(model, plan))
-    return Connection(
-        set_up={**set_up, **subjects},
+def _start(model: Model, stages: Stages, options: Options) -> Wire:
+    """Connect to the other ranks, start the strategy, then register the hooks that call it."""
+    optimizers = optimizers_of(options.optimizer, model.parameters())
+    references = [weakref.ref(optimizer) for optimizer in optimizers]
+    connection = connect(
+        model,
+        set_up_of({}, described(stages.passed), **options.shared(model, stages)),
         limit=time_limit_of(options.timeout),
         meter=Meter(options.history, model.ddp_bytes()),
-        scales=Scales(options.scaler),
     )
-
-
-def _start(
-    reducer: AttachedReducer, plan: StagePlan, options: Options, register: Callable[[AttachedRun], None]
-) -> Wire:
-    """Start the strategy, then register the hooks that call it."""
-    model, runner = reducer.model, None
-    try:
-        optimizers = optimizers_of(options.optimizer, model.parameters())
-        runner = AttachedRun(_context(reducer, options, optimizers), plan)
-        runner.start()
-        model.on_gone(remove_handles, check_loaded_states(runner))
-        skipping = reducer.steps.skipping
-        handles = skipping.watch(
-            optimizers,
-            model.parameters().values(),
-            skips=options.skip_overflows is not False,
-            obstacle=STEPPED_IN_BACKWARD if runner.config.steps_in_backward else None,
-        )
-        model.on_gone(remove_handles, handles)
-        register(runner)
-    except BaseException:
-        if runner is not None:
-            runner.close()
-        reducer.engine.close()
-        raise
-    return Wire(runner)
-
-
-def _context(reducer: AttachedReducer, options: Options, optimizers: Sequence[Optimizer]) -> Context:
-    references = [weakref.ref(one) for one in optimizers]
-    return Context(
-        reducer=reducer,
-        memory=Memory(),
+    run = AttachedRun(
+        model,
+        connection,
+        stages,
+        scaler=options.scaler,
         rules=checked_rules(options.rules),
         auditor=Auditor(options.audit_every, options.max_error, options.on_excess, options.history),
         check_every=options.check_every,
-        optimizers=lambda: [one for reference in references if (one := reference()) is not None],
-        scaler=options.scaler,
+        optimizers=lambda: [living for reference in references if (living := reference()) is not None],
     )
-
-
-def _register(runner: AttachedRun, ddp: DistributedDataParallel) -> None:
     try:
-        ddp.register_comm_hook(runner, thinwire_hook)
-    except RuntimeError as error:
-        raise AttachError(f"DDP did not accept the hook: {error}") from error
-
-
-def _check_hooks(ddp: DistributedDataParallel) -> None:
-    if uses_python_reducer(ddp):
-        raise_python_reducer("torch._dynamo.config.optimize_ddp was 'python_reducer' when DDP was made")
-    for hook in comm_hooks(ddp):
-        if hook is thinwire_hook:
-            raise AttachError("this model has a wire already: use wire.swap(program) to change it")
-        raise AttachError(
-            f"this model has the communication hook {hook.__qualname__!r} already, and DDP"
-            " accepts only one: wrap the module in a new DistributedDataParallel"
+        run.start()
+        model.on_gone(remove_handles, check_loaded_states(run))
+        run.watch_optimizers(
+            optimizers,
+            skips=options.skip_overflows is not False,
+            obstacle=STEPPED_IN_BACKWARD if run.config.steps_in_backward else None,
         )
+        if not isinstance(model, DDPModel):
+            start_equal(model)  # DDP has broadcast rank 0's parameters itself
+        model.register(run)
+    except BaseException:
+        run.close()
+        raise
+    return Wire(run)

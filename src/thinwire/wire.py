@@ -17,8 +17,7 @@ from thinwire.programs.description import described
 from thinwire.programs.rules import choose, explain, explain_buckets
 from thinwire.step.loading import load_state
 from thinwire.step.runner import AttachedRun
-from thinwire.strategies.gradients import given_of
-from thinwire.strategies.schedule import Stage
+from thinwire.step.strategy import Attachable, as_passed, configuration_of
 
 
 class Wire:
@@ -31,20 +30,44 @@ class Wire:
         self._runner = runner
 
     def __repr__(self) -> str:
-        size, stats = self._runner.reducer.communicator.size, self.stats()
-        ranks = f"{size} rank{'s' if size > 1 else ''}"
+        size, stats = len(self.replicas), self.stats()
+        kind = "replica" if self._runner.context.membership is not None else "rank"
         sent = sent_text(stats.bytes_sent, stats.ddp_bytes)
-        return f"Wire({self.program!r}, {ranks}, step {self.step}, {sent})"
+        return f"Wire({self.program!r}, {size} {kind}{'' if size == 1 else 's'}, step {self.step}, {sent})"
 
     @property
-    def program(self) -> Stage:
+    def program(self) -> Attachable:
         """The program or configuration that runs now."""
-        return given_of(self._runner.config)
+        return as_passed(self._runner.config)
 
     @property
     def step(self) -> int:
         """The number of committed training steps, without those that overflowed."""
         return self._runner.steps.count
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas in the last exchange, as `"rank 0"`. Live replicas join and leave."""
+        return self._runner.strategy.replicas
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges of models that were applied. 0 if only gradients are exchanged."""
+        return self._runner.strategy.exchanges
+
+    def join(self) -> None:
+        """Wait for the other replicas' next exchange, and continue from their state.
+
+        Only live replicas need it, which join and leave while a job runs (`thinwire.integrations.torchft`).
+        The first forward of the model calls it. Call it before to know `step` at once. Elsewhere, and once
+        this replica has joined, it does nothing.
+
+        Raises:
+            WireError: There were not enough replicas in time.
+            MismatchError: This replica is set up differently from the others.
+        """
+        with at_work():
+            self._runner.strategy.join()
 
     def stats(self) -> Stats:
         """Return bytes and times so far.
@@ -56,7 +79,7 @@ class Wire:
 
             print(wire.stats())  # 200 steps: 37.6 MB sent, 3.9 x less than plain DDP, exposed 1.52 s
         """
-        return self._runner.reducer.engine.stats()
+        return self._runner.engine.stats()
 
     def audits(self) -> tuple[AuditRecord, ...]:
         """Return the latest audits.
@@ -79,19 +102,19 @@ class Wire:
             program = runner.config.model_program() or program
         shapes = model.shapes()
         chosen = choose(runner.context.rules, program, shapes)
-        table = explain(runner.plan.given if runner.plan.scheduled else self.program, chosen, shapes)
+        table = explain(runner.stages.schedule or self.program, chosen, shapes)
         alone = (
             "The wire has one rank. Nothing is sent, so thinwire's programs compress nothing."
-            if runner.reducer.communicator.size == 1
+            if runner.communicator.size == 1
             else ""
         )
         table = "\n\n".join(filter(None, (runner.strategy.explain(), table, alone)))
         if model.bucket_bytes is None:
             return table
-        gradient_bytes = sum(one.nbytes for one in model.parameters().values() if one.requires_grad)
+        gradient_bytes = sum(each.nbytes for each in model.parameters().values() if each.requires_grad)
         return f"{table}\n\n{explain_buckets(program, model.bucket_bytes, gradient_bytes)}"
 
-    def swap(self, program: Stage) -> None:
+    def swap(self, program: Attachable) -> None:
         """Run another program from the next step on; call it on every rank, between steps.
 
         Nothing is lost. The next exchange of a parameter applies the residual that the old program has left,
@@ -111,7 +134,7 @@ class Wire:
         self._runner.context.model.module("swap")
         self._runner.between_steps("swap")
         with at_work():
-            self._runner.swap(program)
+            self._runner.swap(configuration_of(program))
 
     def disable(self) -> None:
         """Return to the exact mean; the same as `swap(Exact())`.
@@ -174,7 +197,7 @@ class Wire:
             OptionError: `to` is not a rank of the model's group.
         """
         self._runner.between_steps("consolidate_optimizer_state")
-        size = self._runner.reducer.communicator.size
+        size = self._runner.communicator.size
         if not isinstance(to, int) or not 0 <= to < size:
             raise OptionError(f"to={to!r} is not a rank of the model's group: it has 0 to {size - 1}")
         with at_work():
@@ -203,8 +226,8 @@ class Wire:
                 program=described(runner.config),
                 schedule_ended=runner.schedule_ended,
                 step=self.step,
-                place=(runner.reducer.communicator.rank, runner.reducer.communicator.size),
-                buckets=runner.reducer.layout.upcoming,
+                place=(runner.communicator.rank, runner.communicator.size),
+                buckets=runner.layout.upcoming,
                 memory=runner.context.memory,
                 strategy=strategy,
             )
@@ -257,13 +280,13 @@ class Wire:
         runner.between_steps(what)
         return Attachment(
             model=runner.context.model,
-            communicator=runner.reducer.communicator,
+            communicator=runner.communicator,
             optimizers=runner.context.optimizers(),
             scaler=runner.context.scaler,
             optimizer_state_differs=runner.config.optimizer_state_differs,
             replicas_equal=runner.strategy.replicas_equal,
             saves_model=runner.strategy.saves_model,
-            trains_locally=any(stage.trains_locally for stage in runner.plan.stages),
+            trains_locally=any(stage.trains_locally for stage in runner.stages.all),
         )
 
     def await_optimizer_states(self) -> None:

@@ -1,6 +1,7 @@
 """Which GradScaler a model's residuals follow: the one that steps its optimizer, or the one named."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from thinwire.amp.loss_scale import Scales
 from thinwire.programs.memory import Memory
+from thinwire.step.autograd import remove_handles
 
 
 class Trained:
@@ -21,7 +23,8 @@ class Trained:
         self.model = nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.memory, self.scales = Memory(), Scales(scaler)
-        self.scales.watch(self.model, {id(one) for one in self.model.parameters()})
+        handles = self.scales.watch({id(one) for one in self.model.parameters()})
+        weakref.finalize(self.model, remove_handles, handles)
 
     def backward(self, scaler: GradScaler | None = None) -> float:
         """One that exchanges gradients; the residual that it finds."""

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import LargestEntries, OptionError
-from thinwire.codecs.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codecs.magnitudes import decode_magnitudes, encode_magnitudes
-from thinwire.codecs.positions import Positions
+from thinwire.codecs.positions import Positions, pack_bits, packed_bytes, unpack_bits
 from thinwire.codecs.topk import Values, largest
 from thinwire.kernels import library, packing
 

@@ -13,16 +13,15 @@ import torch
 
 import thinwire
 from tests.streams import Model, Network
-from thinwire import Bucket, Memory, Program
-from thinwire.amp.loss_scale import Scales
+from thinwire import Memory, Program
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.streams import SideStream, Writers
-from thinwire.models.ddp.reducer import PlainEvents, Reducer
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
 from thinwire.programs.program import Programs
-from thinwire.step.layout import BucketLayout, laid_out
-from thinwire.step.transaction import StepTransaction
+from thinwire.step import runner
+from thinwire.step.runner import AttachedRun, Choice, Connection
+from thinwire.step.strategy import Gradients, Stages
 
 LIMIT = timedelta(seconds=30)
 SHAPES = {
@@ -58,16 +57,20 @@ class Training:
         wrapped: Any = SimpleNamespace(
             check_finalization=lambda: None,
             find_unused_parameters=False,
+            reduces_gradients=True,
+            on_gone=lambda *given: None,
+            parameters=dict,
+            shapes=dict,
             tensors=dict,
             unused=set,
             spoil_gradients=lambda: None,
+            agree_finite=lambda finite, step, overflowed: finite,
+            write_means=lambda run, committed: None,
         )
-        self.steps = StepTransaction(self.engine, wrapped, Scales(None), PlainEvents())
-        self.programs = Programs(program, self.exceptions)
-        self.reducer: Any = object.__new__(Reducer)
-        self.reducer.layout, self.reducer.steps, self.reducer._nbytes = BucketLayout(), self.steps, {}
-        self.reducer._parts, self.reducer._parts_for = {}, None
-        self.memory = Memory()
+        stages = Stages({0: Gradients(program)})
+        self.run = AttachedRun(wrapped, Connection(network, self.engine), stages, scaler=None)
+        self.steps = self.run.steps
+        self.choice = Choice(Programs(program, self.exceptions), Memory())
         self.buffers = [self._buffer("0."), self._buffer("1.")]
         self.parameters = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 
@@ -76,31 +79,30 @@ class Training:
         return torch.zeros(sum(shape.numel() for shape in own), dtype=self.dtype)
 
     def backward(self, number: int, before: Callable[[], Any] = lambda: None) -> None:
-        self.steps.open()
-        self.reducer._homes, self.reducer._deferred = {}, []
         before()
         futures = []
-        for index, buffer in enumerate(self.buffers):
-            buffer.copy_(torch.randn(buffer.shape) + number)  # gradients, by temporary tensors
-            futures.append(self._hook(index, buffer))
-            self._compute()
-        assert self.steps._open is not None
-        self.steps._open.closed = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "in_backward", lambda: True)
+            patch.setattr(runner, "queue_callback", lambda callback: None)
+            for index, buffer in enumerate(self.buffers):
+                buffer.copy_(torch.randn(buffer.shape) + number)  # gradients, by temporary tensors
+                futures.append(self._hook(index, buffer))
+                self._compute()
         for future in futures:  # DDP's final callback
             self.model.access(future.wait(), False, "DDP copies gradients")
-        self.steps.settle()
-        self.reducer._homes, self.reducer._deferred = {}, []
-        self.reducer.layout.end()
+        self.run.settle()
 
     def _hook(self, index: int, buffer: torch.Tensor) -> Any:
         names = tuple(name for name in SHAPES if name.startswith(f"{index}."))
-        shapes = tuple(torch.Size(SHAPES[name]) for name in names)
-        bucket = Bucket(index, buffer, names, shapes, 0, 2, self.steps.count)
-        last = index == len(self.buffers) - 1
-        if not self.exceptions:
-            return self.steps.submit(self.program, bucket, self.memory, last)
-        views = laid_out(bucket, [self.parameters[name] for name in names])
-        return self.reducer._run_parts(self.programs, bucket, views, self.memory, last)
+        return self.run.bucket_ready(
+            buffer,
+            names,
+            tuple(torch.Size(SHAPES[name]) for name in names),
+            index=index,
+            last=index == len(self.buffers) - 1,
+            strided_as=[self.parameters[name] for name in names],
+            choice=self.choice,
+        )
 
     def _compute(self) -> None:
         """Allocate and free on backward's stream, as the gradients of earlier layers do."""

@@ -15,12 +15,13 @@ from thinwire.errors import MismatchError, OptionError, StateError
 from thinwire.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from thinwire.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from thinwire.model_averaging.utils import (
+    average,
     average_parameters,
     average_parameters_or_parameter_groups,
+    average_used,
     get_params_to_average,
 )
 from thinwire.optim import PostLocalSGDOptimizer
-from thinwire.strategies.averaging.parameters import average, average_used
 
 
 @pytest.fixture

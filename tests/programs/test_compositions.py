@@ -1,6 +1,7 @@
-"""Programs within programs: what is accepted works in every phase, and promises hold for one class alone."""
+"""Programs within programs: validation agrees with every phase, and wrappers forward traits."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -33,7 +34,9 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
+from thinwire.programs.allreduce import Alone
 from thinwire.programs.memory import RESIDUAL, NoMemory
+from thinwire.programs.wrapper import Wrapper
 from thinwire.testing import SimulatedRanks, check_program
 
 SHAPES = {"w": (16, 12), "v": (4, 30), "b": (9,)}
@@ -60,20 +63,106 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("inner", WRAPPERS)
-@pytest.mark.parametrize("outer", WRAPPERS)
-def test_a_composition_is_refused_at_once_or_runs_in_every_phase(outer: str, inner: str) -> None:
+def composed(outer: str, inner: str, world: int) -> Iterator[tuple[str, Program]]:
+    """Yield the compositions that validation accepts on so many ranks. The others raise cause and way out."""
+    errors = {
+        "program=": "wrap the program that has the codec",
+        "node_size=": "all nodes must have the same number of ranks",
+        "the rule for": "it fits no parameter of this model, which has w",
+    }
     for name, innermost in PROGRAMS.items():
         try:
             program = WRAPPERS[outer](WRAPPERS[inner](innermost))
-            program.check({key: torch.Size(shape) for key, shape in SHAPES.items()}, 4)
-        except OptionError:
+            program.check({key: torch.Size(shape) for key, shape in SHAPES.items()}, world)
+        except OptionError as error:
+            text = str(error)
+        else:
+            yield name, program
             continue
-        ranks = SimulatedRanks(program, SHAPES, 4, {"b"} if program.carries_exact else ())
-        for step in range(6):  # through each warm-up and beyond
-            means = [outcome.mean for outcome in ranks.step(list(normal(step, 4, LENGTH).bfloat16()))]
+        assert any(re.match(f"{cause}.*: {way_out}", text) for cause, way_out in errors.items()), name
+
+
+def exact_at(program: Program, step: int) -> bool:
+    """Return whether a composition averages all parameters exactly in a step."""
+    warm = isinstance(program, Warmup) and step < program.steps
+    inner = program.inner
+    return warm or isinstance(program, Exact) or (bool(inner) and all(exact_at(p, step) for p in inner))
+
+
+@pytest.mark.parametrize("inner", WRAPPERS)
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_composition_is_rejected_at_once_or_runs_in_every_phase(outer: str, inner: str, world: int) -> None:
+    for name, program in composed(outer, inner, world):
+        ranks = SimulatedRanks(program, SHAPES, world, {"b"} if program.carries_exact else ())
+        for step in range(5):  # the first steps of the warm-ups of 2 and 3 steps, and beyond them
+            gradients = normal(step, world, LENGTH).bfloat16()
+            means = [outcome.mean for outcome in ranks.step(list(gradients))]
             assert all(mean.dtype == torch.bfloat16 and mean.isfinite().all() for mean in means), (name, step)
             assert all(torch.equal(mean, means[0]) for mean in means), (name, step)
+            exact, off = gradients.float().mean(0), 2**-6
+            if exact_at(program, step):
+                torch.testing.assert_close(
+                    means[0].float(), exact, rtol=off, atol=off, msg=f"{name} at {step}"
+                )
+
+
+@pytest.mark.parametrize("inner", WRAPPERS)
+@pytest.mark.parametrize("outer", WRAPPERS)
+def test_every_trait_of_a_composition_holds_in_every_phase(outer: str, inner: str) -> None:
+    for name, program in composed(outer, inner, 4):
+        ranks = SimulatedRanks(program, SHAPES, 4, {"b"} if program.carries_exact else ())
+        shuffled = SimulatedRanks(program, SHAPES, 4)
+        for step in range(5):
+            gradients = normal(step, 4, LENGTH)
+            exact = gradients.mean(0)
+            outcomes = ranks.step(list(gradients), track_error=program.tracks_error)
+            if program.carries_exact:
+                torch.testing.assert_close(outcomes[0].mean[-9:], exact[-9:], msg=name)
+            if program.tracks_error:
+                errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+                assert len(errors) == 4, name
+                total = outcomes[0].mean + torch.stack(errors).mean(0)
+                torch.testing.assert_close(total, exact, rtol=1e-4, atol=1e-5, msg=name)
+            if program.ignores_order:
+                mean = shuffled.step(list(gradients.flip(1)))[0].mean
+                torch.testing.assert_close(mean.flip(0), outcomes[0].mean, msg=name)
+        if program.stateless:
+            assert not any(memory.state_dict() for memory in ranks.memories), name
+    for name, program in composed(outer, inner, 1):
+        if program.exact_alone:
+            gradient = normal(0, LENGTH)
+            for mean in (outcome.mean for outcome in SimulatedRanks(program, SHAPES, 1).step([gradient])):
+                torch.testing.assert_close(mean, gradient, msg=name)
+
+
+@dataclass(frozen=True)
+class Around(Wrapper):
+    """A wrapper that declares no trait."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        return self.program(bucket, memory)
+
+
+TRAITS = [name for name, value in vars(Program).items() if isinstance(value, property) and name != "inner"]
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_a_wrapper_forwards_every_trait(trait: str) -> None:
+    for value in (3, 5) if trait == "preferred_bytes" else (False, True):
+        leaf = type("Leaf", (Alone,), {trait: value})()
+        assert getattr(Around(Around(leaf)), trait) == value
+        assert getattr(Partition([("w", Around(leaf))], default=leaf), trait) in (value, False)
+
+
+def test_a_wrapper_forwards_what_depends_on_shapes_and_ranks() -> None:
+    rows = AcrossNodes(Int8(), node_size=3)
+    assert Around(Int8()).feeds_back(torch.Size((4, 4)))
+    assert not Around(rows).feeds_back(torch.Size((4, 4)))
+    with pytest.raises(OptionError, match="node_size=3 does not divide the 4 ranks"):
+        Warmup(Around(rows), steps=3).check({}, 4)
+    with pytest.raises(OptionError, match="node_size=3 does not divide the 2 ranks"):
+        AcrossNodes(rows, node_size=3).check({}, 6)
 
 
 @pytest.mark.parametrize("inner", ["none", "Warmup", "Partition by default", "Partition by rule"])

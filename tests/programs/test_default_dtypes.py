@@ -14,11 +14,11 @@ import thinwire
 from thinwire.checkpoint.gather import collect
 from thinwire.engine.simulate import simulate
 from thinwire.kernels import library
+from thinwire.model_averaging.utils import average_used
 from thinwire.monitors.audit import Audited, Findings
 from thinwire.monitors.replicas import fingerprints
 from thinwire.programs.block_coder import layout_of_blocks
 from thinwire.programs.coding import layout_of
-from thinwire.strategies.averaging.parameters import average_used
 from thinwire.strategies.averaging.shared_state import mean_of_states, one_state, share_buffers
 from thinwire.strategies.zero.owner_step import norm_of
 from thinwire.testing import SimulatedRanks

@@ -20,8 +20,8 @@ from thinwire.programs.description import describe, short
 from thinwire.programs.program import ProgramFunction, check_outcome
 from thinwire.programs.rules import exceptions_of
 from thinwire.programs.wrapper import as_program
-from thinwire.strategies.gradients import Gradients, given_of
-from thinwire.strategies.schedule import StagePlan
+from thinwire.step.strategy import Gradients, as_passed
+from thinwire.strategies.schedule import stages_of
 
 vectors: SearchStrategy[list[list[float]]] = st.integers(1, 9).flatmap(
     lambda length: st.lists(
@@ -279,12 +279,12 @@ def test_two_functions_of_one_factory_are_two_programs() -> None:
 def test_a_state_resumes_the_stage_that_was_running_among_those_that_look_alike() -> None:
     kept = object()
     one, other = scaled(2.0, kept), scaled(2.0, kept)
-    plan = StagePlan(thinwire.Schedule({0: one, 5: other}))
+    plan = stages_of(thinwire.Schedule({0: one, 5: other}))
     first, second = plan.saved(describe(one), 3), plan.saved(describe(one), 7)
     assert first is not None
-    assert given_of(first) is one
+    assert as_passed(first) is one
     assert second is not None
-    assert given_of(second) is other
+    assert as_passed(second) is other
     assert plan.saved("Exact()", 7) is None
 
 

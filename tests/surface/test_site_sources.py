@@ -132,7 +132,7 @@ def test_the_package_has_public_names_and_internal_modules_are_not_listed_as_pub
     assert re.search(r"\| public names \| \d+ that its modules define \|", text_of(package))
     public = {page.name for page in PAGES if not page.internal}
     assert {"thinwire.attach", "thinwire.telemetry.sinks", "thinwire.integrations.accelerate"} <= public
-    assert not public & {"thinwire.options", "thinwire.plan.units", "thinwire.models.fsdp.internals"}
+    assert not public & {"thinwire.step.options", "thinwire.plan.units", "thinwire.models.fsdp.internals"}
 
 
 def test_a_signature_has_the_options_of_the_base_class() -> None:

@@ -87,22 +87,23 @@ class Scales:
         """Whether gradients were exchanged since the optimizer's last step."""
         self._new: Units | None = None
 
-    def watch(self, model: torch.nn.Module, parameters: Collection[int]) -> None:
+    def watch(self, parameters: Collection[int]) -> list[Any]:
         """Detect from now on which scaler steps optimizers of these parameters.
 
         Args:
-            model: The model; detection ends when it is collected.
             parameters: The `id` of each parameter.
+
+        Returns:
+            Handles that end the detection.
         """
         if self.named:
-            return
+            return []
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self._exchanged and holds_any(optimizer, parameters):
                 self._stepped_by(_calling_scaler(sys._getframe()), optimizer)
 
-        handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_step))
-        weakref.finalize(model, handle.remove)
+        return [register_optimizer_step_pre_hook(torch.compiler.disable(before_step))]
 
     def _stepped_by(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
         """Adopt the scaler that steps an optimizer. Gradients and the step's residuals have its scale."""
@@ -163,8 +164,8 @@ class Scales:
         Args:
             gather: Returns all ranks' texts, given this rank's.
         """
-        standings = [json.loads(one) for one in gather(json.dumps(self.standing()))]
-        self.bring_together([tuple(one) if one else None for one in standings])
+        standings = [json.loads(text) for text in gather(json.dumps(self.standing()))]
+        self.bring_together([tuple(standing) if standing else None for standing in standings])
 
     def bring_together(self, standings: Sequence[tuple[float, int] | None]) -> None:
         """Set this rank's scaler to the smallest of all ranks' scales, if they differ.
@@ -175,7 +176,7 @@ class Scales:
             standings: The result of `standing` on each rank.
         """
         scaler = None if self._scaler is None else self._scaler()
-        known = [one for one in standings if one is not None]
+        known = [standing for standing in standings if standing is not None]
         if scaler is None or len(known) < len(standings) or len(set(known)) == 1:
             return
         scaler.update(min(scale for scale, _ in known))
@@ -184,7 +185,7 @@ class Scales:
 
 def holds_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Return whether an optimizer holds any of the parameters with these `id`s."""
-    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+    return any(id(held) in parameters for group in optimizer.param_groups for held in group["params"])
 
 
 def _calling_scaler(frame: FrameType | None) -> GradScaler | None:

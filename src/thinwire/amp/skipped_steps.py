@@ -1,8 +1,9 @@
-"""Detection of the steps that a GradScaler skips, on the rank whose gradients overflow."""
+"""The steps that a GradScaler skips on the rank whose gradients overflow, while other ranks wait for it."""
 
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -69,8 +70,38 @@ class _No:
         return False
 
 
+def wrapped_step(wrapper: torch.optim.Optimizer, optim: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped optimizer's step, unless a GradScaler found non-finite gradients.
+
+    A wrapper that communicates sets `_step_supports_amp_scaling`. GradScaler then calls its `step` on every
+    rank, with `found_inf` set. Otherwise it would skip the call on ranks whose gradients overflow, and the
+    other ranks would wait for them.
+
+    Args:
+        wrapper: The wrapping optimizer, on which GradScaler sets `grad_scale` and `found_inf`.
+        optim: The wrapped optimizer.
+        *args: Passed to its `step`.
+        **kwargs: Passed to its `step`.
+
+    Returns:
+        The result of its `step`; None if it was skipped.
+    """
+    if "found_inf" not in wrapper.__dict__:
+        return optim.step(*args, **kwargs)
+    scale, found = wrapper.__dict__["grad_scale"], wrapper.__dict__["found_inf"]
+    if supports_scaling(optim):
+        optim.grad_scale, optim.found_inf = scale, found
+        try:
+            return optim.step(*args, **kwargs)
+        finally:
+            del optim.grad_scale, optim.found_inf
+    if scale is not None:
+        _unscale(wrapper, scale)
+    return None if found else optim.step(*args, **kwargs)
+
+
 @torch.no_grad()
-def unscale(optimizer: Optimizer, scale: torch.Tensor) -> None:
+def _unscale(optimizer: Optimizer, scale: torch.Tensor) -> None:
     """Divide all gradients by a GradScaler's scale, with its own arithmetic."""
     inverse = scale.double().reciprocal().float()
     for group in optimizer.param_groups:

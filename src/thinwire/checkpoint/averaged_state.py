@@ -10,7 +10,7 @@ from thinwire.checkpoint.validate import check_count, check_tensors
 from thinwire.codecs.checks import is_whole
 from thinwire.errors import StateError
 
-_KEYS = {"step", "apart", "used", "whole", "parameters", "buffers", "outer", "in_flight"}
+_KEYS = {"step", "window", "used", "whole", "parameters", "buffers", "outer", "in_flight"}
 
 
 def checked(
@@ -36,10 +36,8 @@ def checked(
         raise StateError(
             "the state has no valid entry 'averaging': it was not saved from a wire that averages models"
         )
-    for key in ("step", "used", "whole"):
+    for key in ("step", "window", "used", "whole"):
         check_count(f"averaging {key}", state[key])
-    if not isinstance(state["apart"], bool):
-        raise StateError(f"averaging apart={state['apart']!r} must be True or False")
     if state["step"] >= warmup_steps or state["parameters"] or state["buffers"]:
         check_tensors("parameter", state["parameters"], parameters)
         check_tensors("buffer", state["buffers"], buffers, finite=False)  # masks hold -inf

@@ -7,7 +7,7 @@ import torch
 
 from thinwire.codecs.checks import check_block
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.scales import scale_of
+from thinwire.codecs.magnitudes import scale_of
 from thinwire.errors import OptionError
 
 Variant: TypeAlias = Literal["e4m3", "e5m2"]

@@ -6,7 +6,7 @@ import torch
 
 from thinwire.codecs.checks import check_block, check_seed, is_whole
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.scales import TINY, scale_of
+from thinwire.codecs.magnitudes import TINY, scale_of
 from thinwire.errors import OptionError
 
 

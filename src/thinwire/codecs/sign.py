@@ -6,7 +6,7 @@ import torch
 
 from thinwire.codecs.checks import check_block
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.scales import sums_of
+from thinwire.codecs.magnitudes import sums_of
 
 
 @dataclass(frozen=True, kw_only=True)

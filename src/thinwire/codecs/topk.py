@@ -6,11 +6,10 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from thinwire.codecs.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codecs.checks import check_block
 from thinwire.codecs.codec import BlockCodec, Parts
 from thinwire.codecs.magnitudes import decode_magnitudes, encode_magnitudes
-from thinwire.codecs.positions import Positions
+from thinwire.codecs.positions import Positions, pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import OptionError
 from thinwire.kernels import topk as native_topk
 

@@ -76,6 +76,9 @@ class TwoMagnitudes(BlockCodec):
 
 
 def _joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return two magnitudes as the halves of a float32, which is finite if `high`, its upper half, is."""
-    lower, upper = (one.bfloat16().view(torch.int16).int() for one in (low, high))
+    """Return two magnitudes as the halves of a float32, which is finite if `high`, its upper half, is.
+
+    So layouts and kernels treat them as the float32 scale that other block codecs have.
+    """
+    lower, upper = (mean.bfloat16().view(torch.int16).int() for mean in (low, high))
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.ddp_comm_hooks._hook import living_models, owner_of_parameter
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import UnavailableError
 from thinwire.models.ddp.internals import mark_constant, traced_sum, uses_python_reducer
-from thinwire.models.ddp.lookup import living_models, owner_of_parameter
 
 
 def average_gradient(
@@ -67,7 +67,7 @@ def _only_group() -> tuple[str, int]:
 
 
 def _living_groups() -> set[dist.ProcessGroup]:
-    return {one.process_group for one in living_models() if uses_python_reducer(one)}
+    return {model.process_group for model in living_models() if uses_python_reducer(model)}
 
 
 mark_constant(_only_group)

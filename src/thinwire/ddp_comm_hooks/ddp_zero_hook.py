@@ -45,9 +45,10 @@ from thinwire.amp.loss_scale import check_no_scaler
 from thinwire.ddp_comm_hooks.default_hooks import Hook
 from thinwire.engine.comm.borrowed_group import run_abreast
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.ddp.internals import has_rebuilt_buckets, in_backward
-from thinwire.models.ddp.reducer import check_bucket
+from thinwire.models.ddp.internals import has_rebuilt_buckets
+from thinwire.models.ddp.model import check_bucket
 from thinwire.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer, _OverlapStatus
+from thinwire.step.autograd import in_backward
 from thinwire.strategies.zero.overlap import Gradients, Overlap, Usage
 from thinwire.strategies.zero.owner_step import gradients_in, step_some
 from thinwire.strategies.zero.parameters import share
@@ -98,7 +99,7 @@ def hook_with_zero_step(
         if not bucket.is_last():
             return reduced.then(lambda done: _whole(done, buffer))
         ready, waiting[:] = list(waiting), []
-        futures = [overlap.submit(*one, last=one is ready[-1]) for one in ready]
+        futures = [overlap.submit(*reduced, last=reduced is ready[-1]) for reduced in ready]
         overlap.settle_after_backward()
         return futures[-1]
 
@@ -182,8 +183,9 @@ def _hook_with_zero_step_setup(
     _save_ddp_bucket_info(bucket, zero)
     if info.overlap is None:
         check_no_scaler("make the optimizer without overlap_with_ddp")
-        named = {str(index): one for index, one in enumerate(zero._index_to_param) if one.requires_grad}
-        owners = {name: zero._param_to_rank[one] for name, one in named.items()}
+        parameters = enumerate(zero._index_to_param)
+        named = {str(index): parameter for index, parameter in parameters if parameter.requires_grad}
+        owners = {name: zero._param_to_rank[parameter] for name, parameter in named.items()}
         step = partial(_perform_steps, zero)
         info.overlap = Overlap(ddp, owners, named, step, info.usage)
     info.status = _OverlapStatus.INITIALIZED
@@ -215,6 +217,9 @@ def _perform_local_step(bucket: dist.GradBucket, zero: ZeroRedundancyOptimizer, 
 def _broadcast_bucket(bucket_index: int, zero: ZeroRedundancyOptimizer) -> None:
     """Send the parameters of one of DDP's buckets from their owners to all ranks, and wait."""
     held = zero._overlap_info.params_per_bucket[bucket_index]
-    owned = [[one for one in held if zero._param_to_rank.get(one) == rank] for rank in range(zero.world_size)]
+    owned = [
+        [parameter for parameter in held if zero._param_to_rank.get(parameter) == rank]
+        for rank in range(zero.world_size)
+    ]
     programs = (share(batch, rank, zero.rank) for rank, batch in enumerate(owned) if batch)
     run_abreast(programs, zero.process_group)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket
 
-from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+from thinwire.ddp_comm_hooks._hook import for_ddp
 
 __all__ = ["noop_hook"]
 

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.cast import Cast
-from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+from thinwire.ddp_comm_hooks._hook import for_ddp, run_program
 from thinwire.ddp_comm_hooks._python_reducer import average_gradient
-from thinwire.models.ddp.lookup import run_program
-from thinwire.models.ddp.reducer import check_bucket
+from thinwire.models.ddp.model import check_bucket
 from thinwire.programs.allreduce import Exact, Reduced
 
 __all__ = [

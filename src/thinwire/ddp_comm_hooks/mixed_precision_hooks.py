@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.cast import Cast
+from thinwire.ddp_comm_hooks._hook import run_program
 from thinwire.models.ddp.internals import (
     free_low_precision,
     is_ignored,
-    queue_callback,
     remove_mixed_precision_hook,
     to_full_precision,
 )
-from thinwire.models.ddp.lookup import run_program
-from thinwire.models.ddp.reducer import check_bucket
+from thinwire.models.ddp.model import check_bucket
 from thinwire.programs.allreduce import Exact
+from thinwire.step.autograd import queue_callback
 
 
 @dataclass

@@ -24,13 +24,13 @@ from thinwire.ddp_comm_hooks.default_hooks import Hook, allreduce_hook
 from thinwire.errors import OptionError
 from thinwire.models.ddp.internals import (
     after_ddp_finishes,
-    in_backward,
     in_backward_optimizers,
     skip_in_backward_set_up,
     steps_in_backward,
 )
-from thinwire.models.ddp.reducer import check_bucket
-from thinwire.options import unwrapped
+from thinwire.models.ddp.model import check_bucket
+from thinwire.step.autograd import in_backward
+from thinwire.step.options import unwrapped
 from thinwire.strategies.zero.owner_step import gradients_in, step_some
 
 __all__: list[str] = []
@@ -180,7 +180,8 @@ def register_optimizer_overlap(
         register_optimizer_overlap(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3))
     """
     optimizer = unwrapped(optimizer)
-    lock, held = threading.Lock(), {id(one) for group in optimizer.param_groups for one in group["params"]}
+    lock = threading.Lock()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     checked_scalers: list[bool] = []
 
     def step(bucket: dist.GradBucket) -> None:

@@ -37,20 +37,20 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.checks import check_whole
-from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+from thinwire.ddp_comm_hooks._hook import for_ddp, run_of, run_program
 from thinwire.errors import OptionError
-from thinwire.models.ddp.lookup import reducer_of, run_program
-from thinwire.models.ddp.reducer import Reducer, check_bucket
+from thinwire.models.ddp.model import check_bucket, thinwire_hook
 from thinwire.programs.across_nodes import Within
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Programs
-from thinwire.strategies.averaging.nodes import ranks_on_this_node
+from thinwire.step.runner import AttachedRun, Choice
+from thinwire.strategies.averaging.groups import ranks_on_this_node
 
 logger = logging.getLogger(__name__)
 
 _GROUPS = ("process_group", "subgroup")
-_nodes: "weakref.WeakKeyDictionary[Reducer, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+_nodes: "weakref.WeakKeyDictionary[AttachedRun, tuple[int, ...]]" = weakref.WeakKeyDictionary()
 
 
 class PostLocalSGDState:
@@ -163,15 +163,15 @@ def post_localSGD_hook(  # noqa: N802 - torch's name
         return future
     if state.subgroup is not None:
         return run_program(Exact(), state.subgroup, bucket)
-    reducer = reducer_of(Exact(), state.process_group, bucket)
-    return reducer.run(Programs(Within(Exact(), _node_of(reducer))), bucket, Memory())
+    run = run_of(Exact(), state.process_group, bucket)
+    return thinwire_hook(run, bucket, Choice(Programs(Within(Exact(), _node_of(run))), Memory()))
 
 
-def _node_of(reducer: Reducer) -> tuple[int, ...]:
+def _node_of(run: AttachedRun) -> tuple[int, ...]:
     """Return this node's ranks. The first call is collective."""
-    if reducer not in _nodes:
-        _nodes[reducer] = ranks_on_this_node(reducer.communicator.rendezvous, reducer.communicator.limit)
-    return _nodes[reducer]
+    if run not in _nodes:
+        _nodes[run] = ranks_on_this_node(run.communicator.rendezvous, run.communicator.limit)
+    return _nodes[run]
 
 
 def _checked(option: str, group: Any, default: str) -> Any:

@@ -48,21 +48,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+from thinwire.ddp_comm_hooks._hook import for_ddp, run_of
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.ddp.lookup import reducer_of
-from thinwire.models.ddp.reducer import Reducer, check_bucket
+from thinwire.models.ddp.model import check_bucket, thinwire_hook
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.lowrank import Parts
 from thinwire.programs.memory import RESIDUAL, Memory, Place
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.program import Bucket, Programs
+from thinwire.step.runner import AttachedRun, Choice
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
 
-_memories: "weakref.WeakKeyDictionary[Reducer, dict[int, StateMemory]]" = weakref.WeakKeyDictionary()
+_memories: "weakref.WeakKeyDictionary[AttachedRun, dict[int, StateMemory]]" = weakref.WeakKeyDictionary()
 
 
 class PowerSGDState:
@@ -238,10 +238,10 @@ def _run(
         _count(state, bucket, flatten=flatten)
     state.maybe_increase_iter(bucket)
     chosen = program(state, flatten=flatten) if compressing else Exact()
-    reducer = reducer_of(chosen, state.process_group, bucket)
-    memories = _memories.setdefault(reducer, {})
+    run = run_of(chosen, state.process_group, bucket)
+    memories = _memories.setdefault(run, {})
     memory = memories.setdefault(id(state), StateMemory(state))  # it keeps the state alive, and so its id
-    return reducer.run(Programs(chosen), bucket, memory, undo=undo)
+    return thinwire_hook(run, bucket, Choice(Programs(chosen), memory, undo))
 
 
 def _undo(state: PowerSGDState) -> Callable[[], None]:

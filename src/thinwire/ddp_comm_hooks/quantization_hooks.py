@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs.quantize import Quantize
-from thinwire.ddp_comm_hooks._fsdp1 import for_ddp
+from thinwire.ddp_comm_hooks._hook import for_ddp, run_program
 from thinwire.errors import OptionError
-from thinwire.models.ddp.lookup import run_program
 from thinwire.programs.twoshot import TwoShot
 
 

@@ -173,6 +173,9 @@ class Engine:
         """
         step = step or self._ended
         if step is not None:
+            # DDP waits for futures in C++, and turns an error that one holds into a bare RuntimeError. So
+            # futures of a guarded step hold a harmless tensor instead, and `settle`, which is called after
+            # DDP's final callback, raises the error itself.
             step.guarded = True
             step.awaited_since = time.perf_counter()
         self.check()
@@ -189,6 +192,7 @@ class Engine:
         """
         step = step or self._ended
         with at_work():
+            # Every collective has a time limit, so the step ends. Only a thread that has died could hang it.
             while step is not None and not step.done.wait(_CHECK_SECONDS):
                 if self._thread is not None and not self._thread.is_alive():
                     raise WireError("the wire thread has died, so this step will not end: restart the job")

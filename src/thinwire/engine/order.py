@@ -26,6 +26,8 @@ wire thread encodes. More would only delay the first results.
 
 def position(bucket: int, stage: int) -> tuple[int, int]:
     """Return the position of a bucket's collective in its step. Lower is first, and no two are equal."""
+    # With three buckets of two stages: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1). At an equal first number the
+    # lower stage goes first: it belongs to the later bucket, whose program has only just begun.
     return (bucket + LOOKAHEAD * stage, stage)
 
 
@@ -84,6 +86,7 @@ class Agenda:
         """Return the next turn, or None if it depends on a bucket that has not arrived, or none is left."""
         if not self._due:
             return None
+        # The next bucket to arrive would take the position of its first stage. What comes before that is due.
         if not self._closed and self._due[0][0] > (self._part, *position(self._arrived, 0)):
             return None
         return heapq.heappop(self._due)[1]

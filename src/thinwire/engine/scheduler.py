@@ -145,6 +145,8 @@ class Scheduler:
         Returns:
             False if none is in flight.
         """
+        # Another thread may end the step meanwhile. Its runs and their records are only read here, and a
+        # collective that has ended already is not waited for.
         step = self._step
         flying = [
             (run.record, run.pending)
@@ -153,7 +155,7 @@ class Scheduler:
         ]
         if not flying:
             return False
-        record, pending = min(flying, key=lambda one: one[0].issued)
+        record, pending = min(flying, key=lambda flight: flight[0].issued)
         pending.complete()
         if record.ended is None:
             record.ended = time.perf_counter()
@@ -161,6 +163,8 @@ class Scheduler:
 
     def fail(self, error: ThinwireError) -> None:
         """Fail every program of the step, report the error to the other ranks, and close connections."""
+        # In this order: the cause is in the store before any peer can notice the failure. Then futures are
+        # completed, so that backward stops waiting, and last the connections are closed, by which peers fail.
         first, self.error = self.error is None, error.with_traceback(None)
         error.__context__ = None
         step, self._step = self._step, None
@@ -284,7 +288,7 @@ class Scheduler:
         where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
         (own,) = world_ranks(self.communicator, [self.communicator.rank])
         report(self.communicator, f"waited for {waited_for} at {where}")
-        for other in step.runs:  # they keep the connections open
+        for other in step.runs:  # a pending receive would keep its connection open, and peers waiting
             other.pending = None
         self._hang_up()
         return WireError(

@@ -42,6 +42,7 @@ class SideStream:
         if self._streams is None:
             yield
             return
+        # Backward has queued the kernels that write the gradients. This stream must not read them before.
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._stream):
             yield
@@ -78,6 +79,8 @@ class Writers:
         """Make the current stream wait for all streams that have written a part."""
         if self._streams is not None:
             current = self._streams.current_stream(self._device)
+            # The last part's callback completes the whole buffer's future. Without these waits its reader
+            # would be ordered after the last part alone, and could read parts that are still being written.
             for stream in self._writing - {current}:
                 current.wait_stream(stream)
             self._writing.clear()

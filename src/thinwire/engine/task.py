@@ -75,10 +75,7 @@ class Task:
         self.future.set_result(value)
 
     def fail(self, error: ThinwireError) -> None:
-        """Complete the future with the error, or in a guarded step with `instead`.
-
-        DDP would lose the type of an error that a future holds.
-        """
+        """Complete the future with the error, or in a guarded step with `instead`."""
         if self.program is not None:
             with contextlib.suppress(Exception):  # errors of its clean-up would hide the failure
                 self.program.close()

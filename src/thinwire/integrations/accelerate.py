@@ -15,7 +15,8 @@ from thinwire.attach import attach as attach_ddp
 from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError, OptionError
 from thinwire.models.ddp.unwrap import ddp_of
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.step.strategy import Attachable
+from thinwire.strategies.schedule import Schedule
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
@@ -42,7 +43,7 @@ _WITHOUT_DDP = {
 def attach(
     accelerator: Accelerator,
     model: nn.Module,
-    program: Stage | Schedule,
+    program: Attachable | Schedule,
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     **options: Any,

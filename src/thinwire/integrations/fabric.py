@@ -14,9 +14,10 @@ from thinwire.attach import attach as attach_ddp
 from thinwire.checkpoint.gather import GatheredState
 from thinwire.errors import AttachError
 from thinwire.models.ddp.internals import called_module
+from thinwire.models.ddp.model import require_ddp
 from thinwire.models.ddp.unwrap import ddp_of
-from thinwire.step.model import require_ddp
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.step.strategy import Attachable
+from thinwire.strategies.schedule import Schedule
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
@@ -26,7 +27,7 @@ __all__ = ["State", "attach"]
 def attach(
     fabric: Fabric,
     model: nn.Module,
-    program: Stage | Schedule,
+    program: Attachable | Schedule,
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     **options: Any,

@@ -16,7 +16,8 @@ from thinwire.errors import AttachError, UnavailableError
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.step.strategy import Attachable
+from thinwire.strategies.schedule import Schedule
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
@@ -45,7 +46,7 @@ class ThinwireCallback(Callback):
         Trainer(strategy="ddp", callbacks=[ThinwireCallback(thinwire.PowerSGD(rank=4))]).fit(model)
     """
 
-    def __init__(self, program: Stage | Schedule, *, finalize: bool = False, **options: Any) -> None:
+    def __init__(self, program: Attachable | Schedule, *, finalize: bool = False, **options: Any) -> None:
         self.wire: Wire | None = None
         """The wire, from the start of training on."""
         self._program = program

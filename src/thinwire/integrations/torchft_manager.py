@@ -1,4 +1,4 @@
-"""torchft's manager for thinwire: made for replicas of one or several ranks, and used as a membership."""
+"""torchft's manager: how it is made for replicas of one or several ranks, and its use as a quorum service."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import AttachError, StateError, ThinwireError, UnavailableError, WireError
-from thinwire.options import duration_of
+from thinwire.step.options import duration_of
 
 try:
     from torchft import Manager, ProcessGroupGloo
@@ -37,12 +37,12 @@ _CONNECT_LIMIT = timedelta(seconds=10)
 _FIRST_NOTICE = 30.0
 """Seconds of waiting for a quorum before the first log of it."""
 _NO_QUORUM = (
-    "fewer replicas ask for one than the lighthouse's --min_replicas or half of those that live, or the"
-    " lighthouse is gone"
+    "fewer replicas ask for one than the lighthouse's --min_replicas or half of the live ones, or the"
+    " lighthouse does not respond"
 )
 _VOTE_LIMITS = 4
-"""The limits that a rank waits for the votes of its replica's other ranks, which may connect, receive a state
-and wait for a collective, each for the time of one limit."""
+"""How many time limits a rank waits for the votes of its replica's other ranks: they may connect, receive a
+state and wait for a collective, each for up to one limit."""
 
 
 def make_manager(
@@ -57,36 +57,36 @@ def make_manager(
 ) -> Manager:
     """Return a manager of torchft on Gloo. Call it on every rank of a replica.
 
-    A lighthouse that does not answer any more is asked again every two seconds, until `quorum_timeout`.
+    A lighthouse that stops responding is asked again every two seconds, until `quorum_timeout`.
 
     Args:
         min_replicas: The number of replicas that an exchange needs to be committed, the same on all
-            replicas. Fewer ones train on without exchanges, if the lighthouse has `--min_replicas 1`. With a
-            higher one they wait for a quorum instead.
+            replicas. Fewer replicas continue to train without exchanges if the lighthouse has
+            `--min_replicas 1`. With a higher number there, they wait for a quorum instead.
         lighthouse: The address of the lighthouse, as `"http://host:29510"`. None takes it from the variable
             TORCHFT_LIGHTHOUSE.
-        shards: The ranks of this replica, each of which holds a shard of its model: the mesh that was given
-            to `fully_shard`, or its process group. None: this process holds the whole model.
+        shards: The ranks of this replica, each of which holds a shard of its model, as the mesh passed to
+            `fully_shard` or its process group. None: this process holds the whole model.
         name: The replica's name in logs, the same after each restart. None: host and process.
         host: The name or address by which other replicas reach this host. States and stores are served there
             only. None: the address from which this host reaches the lighthouse, which is the loopback
             address for a lighthouse at `localhost`.
-        timeout: Seconds after which a collective, or the transfer of a state to a replica that joins, fails.
-            A stalled replica holds the others up for so long. The lighthouse must answer within it, and
-            within ten seconds.
-        quorum_timeout: Seconds to wait for enough replicas, in all for a replica that joins. It must exceed
-            the time between two exchanges, because a replica that joins waits for the next one. The log tells
-            after 30 seconds, and then ever more rarely, what a replica waits for.
+        timeout: Seconds after which a collective, or the transfer of a state to a newcomer, fails. A stalled
+            replica delays the others by that much. The lighthouse must respond within it, and within ten
+            seconds.
+        quorum_timeout: Seconds to wait for enough replicas. For a newcomer it limits all attempts together.
+            It must exceed the time between two exchanges, because a newcomer waits for the next one. A wait
+            is logged after 30 seconds, then after each doubling.
 
     Raises:
         WireError: There is no lighthouse.
-        OptionError: An option is not valid, or `host` is no address of this host.
+        OptionError: An option is not valid, or `host` is not an address of this host.
     """
     check_whole("min_replicas", min_replicas, 1, "replicas that an exchange needs")
     address = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
     if not address:
         raise WireError(
-            "there is no lighthouse: give its address, as lighthouse='http://host:29510', or set"
+            "there is no lighthouse: pass its address, as lighthouse='http://host:29510', or set"
             " TORCHFT_LIGHTHOUSE. Start one on a host that all replicas reach, with"
             " `torchft_lighthouse --min_replicas 1`"
         )
@@ -107,6 +107,8 @@ def make_manager(
         "lighthouse_addr": address,
         "hostname": in_url(host),
         "checkpoint_transport": StateTransport(host, limit),
+        # torchft gives up at the first broken connection to the lighthouse, and raises only after its whole
+        # quorum timeout (an hour). A replica that was cut off for a moment would be lost.
         "quorum_retries": int(patience.total_seconds() / _BETWEEN_RETRIES),
     }
     if options["rank"]:
@@ -115,43 +117,43 @@ def make_manager(
 
 
 def _first_manager(group: dist.ProcessGroup | None, options: dict[str, Any], name: str) -> Manager:
-    """Return the manager of a replica's first rank, after telling the other ranks where to find it."""
-    # Of one process, no other needs the store.
+    """Return the manager of a replica's first rank, and send its address to the other ranks."""
+    # With one process, no other needs the store.
     host = "localhost" if group is None or group.size() == 1 else options["hostname"].strip("[]")
     store = store_at(host)
-    told = _Told(host, store.port, name)
+    address = _ManagerAddress(host, store.port, name)
     try:
         manager = Manager(**options, store_addr=host, store_port=store.port, replica_id=name)
     except RuntimeError as error:
-        told.error = (
+        address.error = (
             f"the lighthouse at {options['lighthouse_addr']} does not answer: start one on a host that all"
-            f" replicas reach, with `torchft_lighthouse --min_replicas 1`, and check the address. (torchft"
-            f" said: {str(error).partition(chr(10))[0]})"
+            " replicas reach, with `torchft_lighthouse --min_replicas 1`, and check the address. torchft's"
+            f" error: {str(error).partition(chr(10))[0]}"
         )
-        raise WireError(told.error) from error
+        raise WireError(address.error) from error
     finally:
-        _from_first(group, told)
+        _from_first(group, address)
     manager.thinwire_store = store  # it must live as long as the manager
     return manager
 
 
 def _later_manager(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Manager:
-    """Return the manager of another rank of a replica, when there is one on the first rank."""
-    told = _from_first(group)
-    if told.error is not None:
-        raise WireError(told.error)
-    return Manager(**options, store_addr=told.host, store_port=told.port, replica_id=told.name)
+    """Return the manager of another rank of a replica, once the first rank has made its own."""
+    address = _from_first(group)
+    if address.error is not None:
+        raise WireError(address.error)
+    return Manager(**options, store_addr=address.host, store_port=address.port, replica_id=address.name)
 
 
 @dataclass
-class _Told:
-    """The message of the first rank of a replica to the others.
+class _ManagerAddress:
+    """The message of a replica's first rank to the others.
 
     Attributes:
         host: The host of the store that the replica's managers share.
         port: Its port.
         name: The replica's name.
-        error: Why there is no manager on the first rank, or None.
+        error: The reason why the first rank could not make a manager, or None.
     """
 
     host: str
@@ -160,16 +162,16 @@ class _Told:
     error: str | None = None
 
 
-def _from_first(group: dist.ProcessGroup | None, told: _Told | None = None) -> Any:
-    """Return what the first rank of a replica tells the others. Collective."""
-    texts: list[_Told | None] = [told]
+def _from_first(group: dist.ProcessGroup | None, own: _ManagerAddress | None = None) -> Any:
+    """Return the message of a replica's first rank. Collective among its ranks."""
+    messages: list[_ManagerAddress | None] = [own]
     if group is not None and group.size() > 1:
-        dist.broadcast_object_list(texts, group_src=0, group=group)
-    return texts[0]
+        dist.broadcast_object_list(messages, group_src=0, group=group)
+    return messages[0]
 
 
 class _GlooAt(ProcessGroupGloo):
-    """A group whose store listens at an address of the caller's choice. torchft's listens at all."""
+    """A group whose store listens on one address. torchft's listens on all interfaces."""
 
     def __init__(self, host: str, limit: timedelta) -> None:
         super().__init__(timeout=limit)
@@ -177,14 +179,14 @@ class _GlooAt(ProcessGroupGloo):
         self._rendezvous_store = store_at(host)
 
     def get_reconfigure_handle(self) -> str:
-        """Return what the other replicas need to connect."""
+        """Return the connection data for the other replicas."""
         handle = json.loads(super().get_reconfigure_handle())
         handle["store"] = f"{self._host}:{handle['store'].rpartition(':')[2]}"
         return json.dumps(handle)
 
 
-class ManagerMembership:
-    """torchft's manager as thinwire's membership.
+class ManagerQuorum:
+    """torchft's manager as a quorum service (`QuorumService`).
 
     Args:
         manager: The manager.
@@ -198,7 +200,7 @@ class ManagerMembership:
         if manager._use_async_quorum:
             raise UnavailableError(
                 "the manager computes its quorum asynchronously, and a replica would train on parameters that"
-                " are replaced meanwhile: give Manager(use_async_quorum=False), or use make_manager"
+                " are replaced meanwhile: pass Manager(use_async_quorum=False), or use make_manager"
             )
         if manager._replica_world_size_mode != WorldSizeMode.DYNAMIC:
             raise UnavailableError(
@@ -256,19 +258,19 @@ class ManagerMembership:
         return None if found is None else str(found.original_exception)
 
     def begin(self, limit: timedelta) -> None:
-        """Wait for the quorum. The manager gives this replica a live peer's state if it is behind."""
+        """Wait for the quorum. The manager loads a live peer's state into this replica if it is behind."""
         try:
             with _waiting(limit):
                 self.manager.start_quorum(timeout=limit)
         except ThinwireError:
-            raise  # of `Replica.receive`
+            raise  # from `LiveState.receive`
         except (TimeoutError, RuntimeError) as error:
             self.manager._quorum_future = None  # or the next start_quorum would raise the same error at once
             raise WireError(
                 f"there was no quorum within {self.patience.total_seconds():g} s: {_NO_QUORUM}. Start more"
-                " replicas, or the lighthouse with --min_replicas 1, and replicas below min_replicas train"
-                " on. If exchanges are farther apart than that, raise quorum_timeout. If the lighthouse was"
-                f" restarted, give Manager(quorum_retries=...). (torchft said: {error})"
+                " replicas. Or start the lighthouse with --min_replicas 1, so that fewer than min_replicas"
+                " continue to train. If exchanges are farther apart than that, raise quorum_timeout. If the"
+                f" lighthouse was restarted, pass Manager(quorum_retries=...). torchft's error: {error}"
             ) from error
         failure = self.manager.errored()
         if failure is not None and isinstance(failure.original_exception, StateError):
@@ -287,8 +289,8 @@ class ManagerMembership:
             ) from failure
         except RuntimeError as failure:
             raise WireError(
-                f"exchanges fail again and again ({failure}): the log tells why. Start more replicas, lower"
-                " min_replicas, or leave out max_retries"
+                f"too many consecutive exchanges failed ({failure}); see the log for each cause. Start more"
+                " replicas, lower min_replicas, or leave out max_retries"
             ) from failure
 
     def fall_behind(self) -> None:
@@ -299,10 +301,19 @@ class ManagerMembership:
         """Close the connections of the quorum's process group."""
         self.group.abort()
 
+    def state_dict(self) -> dict[str, int]:
+        """Return the manager's step and its number of committed batches."""
+        state: dict[str, int] = self.manager.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from the saved counts of a manager."""
+        self.manager.load_state_dict(state)
+
 
 @contextlib.contextmanager
 def _waiting(limit: timedelta) -> Iterator[None]:
-    """Log that this replica waits for a quorum: after half a minute, and then ever more rarely."""
+    """Log that this replica waits for a quorum, after half a minute and after each doubling."""
     ended = threading.Event()
 
     def log() -> None:

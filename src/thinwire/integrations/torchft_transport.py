@@ -1,6 +1,6 @@
-"""The addresses of a torchft replica, and the transport of states to replicas that join.
+"""The addresses of a torchft replica, and the transport of states to newcomers.
 
-Safety: torchft's own transport unpickles what a peer sends, and listens on all interfaces. This one loads
+Safety: torchft's own transport unpickles a peer's bytes, and listens on all interfaces. This one loads
 tensors and plain values only, and listens on one address.
 """
 
@@ -42,7 +42,7 @@ def reachable_host(host: str | None, lighthouse: str) -> str:
         lighthouse: The lighthouse's address.
 
     Raises:
-        OptionError: The lighthouse's address is none, or other hosts cannot reach `host`.
+        OptionError: The lighthouse's address is not valid, or other hosts cannot reach `host`.
         WireError: The lighthouse's name does not resolve, or no network leads to it.
     """
     own, other = _route(lighthouse)
@@ -54,7 +54,7 @@ def reachable_host(host: str | None, lighthouse: str) -> str:
     # A lighthouse at an address of this host may serve a job on this host alone.
     if address.is_unspecified or (address.is_loopback and own != other):
         raise OptionError(
-            f"host={host!r} is {found} on this host, which other hosts cannot reach: give its address in"
+            f"host={host!r} is {found} on this host, which other hosts cannot reach: pass its address in"
             f" their network, or leave host out, which takes {own}, the address that reaches the lighthouse"
         )
     return host
@@ -68,7 +68,9 @@ def _route(lighthouse: str) -> tuple[str, str]:
     except ValueError:
         name = port = None
     if not name or not port:
-        raise OptionError(f"lighthouse={lighthouse!r} is no address: give one such as 'http://host:29510'")
+        raise OptionError(
+            f"lighthouse={lighthouse!r} is not an address: pass one such as 'http://host:29510'"
+        )
     try:
         family, *_, address = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -84,7 +86,7 @@ def listening(host: str) -> socket.socket:
     """Return a socket that listens at a free port of `host` only.
 
     Raises:
-        OptionError: It is no address of this host.
+        OptionError: `host` is not an address of this host.
     """
     try:
         # IPv4 first: it works on hosts that have a name in both, and no IPv6.
@@ -92,7 +94,7 @@ def listening(host: str) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OptionError(
-            f"host={host!r} is not an address of this host ({error}): give the one by which other replicas"
+            f"host={host!r} is not an address of this host ({error}): pass the one by which other replicas"
             " reach it, or leave host out, which takes the address that reaches the lighthouse"
         ) from error
 
@@ -116,14 +118,14 @@ class StateTransport(CheckpointTransport[dict[str, Any]]):
 
     Args:
         host: The address of this host to listen on.
-        limit: The time after which a connection that is silent fails.
+        limit: The time after which a silent connection fails.
     """
 
     def __init__(self, host: str, limit: timedelta) -> None:
         self.limit = limit.total_seconds()
         self._staged: tuple[int, Mapping[str, Any]] | None = None
         self._changed = threading.Condition()
-        # Only who asks the manager learns it. Others that find the port receive nothing.
+        # Only replicas that ask the manager learn it. A process that finds the port receives nothing.
         self._secret = f"/{secrets.token_urlsafe(16)}"
         self._server = _Server(listening(host), self)
         port = self._server.socket.getsockname()[1]
@@ -137,11 +139,9 @@ class StateTransport(CheckpointTransport[dict[str, Any]]):
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
     ) -> None:
-        """Offer a state to the replicas that ask for this step.
-
-        They may still read it when training goes on. thinwire's own part is a copy already, and the rest is
-        copied here.
-        """
+        """Offer a state to the replicas that ask for this step."""
+        # They may still read it while training continues. thinwire's own part is a copy already, and the rest
+        # is copied here.
         user = state_dict["user"]
         copies = {key: value if key == KEY else copy.deepcopy(value) for key, value in user.items()}
         with self._changed:
@@ -149,7 +149,7 @@ class StateTransport(CheckpointTransport[dict[str, Any]]):
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Offer no state any more. Replicas that read one continue."""
+        """Stop offering a state. Transfers in progress continue."""
         with self._changed:
             self._staged = None
 
@@ -165,7 +165,7 @@ class StateTransport(CheckpointTransport[dict[str, Any]]):
         prefix, _, step = path.rpartition("/")
         if not hmac.compare_digest(prefix.encode(), self._secret.encode()):
             return None
-        with self._changed:  # the peer may ask before this replica has prepared its state
+        with self._changed:  # a newcomer may ask before this replica has prepared its state
             self._changed.wait_for(lambda: self._staged and str(self._staged[0]) == step, self.limit)
             return self._staged[1] if self._staged and str(self._staged[0]) == step else None
 
@@ -178,7 +178,7 @@ class StateTransport(CheckpointTransport[dict[str, Any]]):
         """
         url = urlsplit(metadata)
         if url.scheme != "http" or not url.hostname:
-            raise StateError(f"a peer's state is at {metadata!r}, which is not an address of HTTP")
+            raise StateError(f"a peer's state is at {metadata!r}, which is not an HTTP address")
         # Not urllib's opener, which would follow redirections, and proxies of the environment.
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout.total_seconds())
         try:
@@ -239,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _Whole:
     """A stream that raises ConnectionError where it ends too early.
 
-    Shorter parts would look like a damaged state, which is not asked for again.
+    Otherwise a cut connection would look like a damaged state, which is not requested again.
     """
 
     def __init__(self, stream: http.client.HTTPResponse) -> None:
@@ -265,17 +265,17 @@ class _Whole:
 
 
 def _loaded(stream: http.client.HTTPResponse) -> dict[str, Any]:
-    """Return the state of a stream, without running code of it."""
+    """Return the state from a stream, without running code that it may contain."""
     try:
         state = _streaming_load(_Whole(stream), map_location="cpu", weights_only=True)
     except (OSError, http.client.HTTPException):
         raise
-    except Exception as error:  # the bytes are the peer's: any
+    except Exception as error:  # any: the bytes come from the peer
         raise StateError(
-            f"the state of a peer was not loaded, since it has more than tensors and plain values, or is"
-            f" damaged ({str(error).partition('. ')[0].rstrip('.')}): let functions that are registered with"
-            " manager.register_state_dict_fn return such values only. If a class is missing that you trust,"
-            " call torch.serialization.add_safe_globals on all replicas"
+            f"the peer's state was not loaded, since it has more than tensors and plain values, or is damaged"
+            f" ({str(error).partition('. ')[0].rstrip('.')}): functions registered with"
+            " manager.register_state_dict_fn must return such values only. If a class is missing that you"
+            " trust, call torch.serialization.add_safe_globals on all replicas"
         ) from error
     try:
         own, position = state["user"][KEY], state["torchft"]
@@ -286,6 +286,5 @@ def _loaded(stream: http.client.HTTPResponse) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError):
         pass
     raise StateError(
-        "the state of a peer has no part of thinwire: call thinwire.integrations.torchft.attach on all of"
-        " the replicas"
+        "the peer's state has no part of thinwire: call thinwire.integrations.torchft.attach on all replicas"
     )

@@ -14,8 +14,9 @@ from thinwire.integrations.accelerate import check_ddp, clip_by_wire
 from thinwire.integrations.metrics import Metrics
 from thinwire.integrations.resume import expect_own_states, load_or_warn
 from thinwire.models.ddp.unwrap import ddp_of
-from thinwire.options import unwrapped
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.step.options import unwrapped
+from thinwire.step.strategy import Attachable
+from thinwire.strategies.schedule import Schedule
 from thinwire.strategies.zero.zero import ZeRO
 from thinwire.wire import Wire
 
@@ -43,7 +44,7 @@ class ThinwireCallback(TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[ThinwireCallback(thinwire.Int8())]).train()
     """
 
-    def __init__(self, program: Stage | Schedule, *, finalize: bool = False, **options: Any) -> None:
+    def __init__(self, program: Attachable | Schedule, *, finalize: bool = False, **options: Any) -> None:
         self.wire: Wire | None = None
         """The wire, from the beginning of training on."""
         self._program = program

@@ -1,6 +1,6 @@
 """Small integers packed into bytes, and ascending positions in the Elias-Fano code.
 
-`codecs/bits.py` and `codecs/positions.py` have the pure-torch counterparts.
+`codecs/positions.py` has the pure-torch counterparts.
 """
 
 import ctypes

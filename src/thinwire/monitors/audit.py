@@ -89,8 +89,8 @@ class Findings:
         off, exact, residual, count = (sum(column) for column in zip(*rows.values(), strict=True))
         floor = _NEXT_TO_NOTHING**2 * exact / max(count, 1)
         parameters = {
-            name: ParameterAudit(_ratio(one[0], max(one[1], floor * one[3])), math.sqrt(one[2]))
-            for name, one in rows.items()
+            name: ParameterAudit(_ratio(error, max(mean, floor * size)), math.sqrt(kept))
+            for name, (error, mean, kept, size) in rows.items()
         }
         return AuditRecord(step, _ratio(off, exact), math.sqrt(residual), parameters, purpose)
 
@@ -122,15 +122,17 @@ class Audited(Wrapper):
         audited = [name for name in bucket.names if name not in bucket.exact]
         if isinstance(self.program, Exact) or not audited:
             return (yield from self.program(bucket, memory))
-        given = pack(_numbers(bucket, audited))
+        given = pack(_numbers(bucket, audited))  # before the program overwrites the buffer
         outcome = yield from self.program(bucket, memory)
         residuals = torch.stack([_squares(memory.residuals_of(name), given) for name in audited])
         sums = yield Audit(torch.cat([given.mul_(1 / bucket.world_size), residuals]))
         exact, residuals = sums[: -len(audited)], sums[-len(audited) :]
         means = _numbers(replace(bucket, buffer=outcome.mean), audited)
         rows = []
-        for mean, one in zip(means, unpack(exact, [mean.shape for mean in means]), strict=True):
-            rows.append(torch.stack([(mean - one).square().sum(), one.square().sum()]))
+        for mean, true in zip(means, unpack(exact, [mean.shape for mean in means]), strict=True):
+            rows.append(torch.stack([(mean - true).square().sum(), true.square().sum()]))
+        # Sums of squares may differ in their last bits between hosts. One rank's figures decide for all, or
+        # only some ranks would exceed the limit and fall back.
         squares = yield Broadcast(torch.cat([torch.stack(rows), residuals[:, None]], dim=1), src=0)
         self.findings.take(dict(zip(audited, means, strict=True)), squares)
         return outcome
@@ -150,7 +152,7 @@ def _numbers(bucket: Bucket, names: Sequence[str]) -> list[torch.Tensor]:
 
 def _squares(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return the sum of all squares, as a scalar of the dtype and device of `like`."""
-    return sum((one.abs().square().sum().to(like) for one in tensors), start=like.new_zeros(()))
+    return sum((tensor.abs().square().sum().to(like) for tensor in tensors), start=like.new_zeros(()))
 
 
 def _ratio(off: float, exact: float) -> float:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.amp.wrapped_step import wrapped_step
+from thinwire.amp.skipped_steps import wrapped_step
 from thinwire.codecs.checks import is_whole
 from thinwire.errors import OptionError, StateError
-from thinwire.models.ddp.internals import share_state_hooks
+from thinwire.step.autograd import share_state_hooks
 
 _STEP = "step"
 

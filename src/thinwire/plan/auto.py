@@ -128,7 +128,7 @@ class AutoStrategy(Strategy):
     def __init__(self, config: Auto, context: Context) -> None:
         super().__init__(config, context)
         self._forwards: Any = None
-        self._since = context.reducer.steps.count
+        self._since = context.steps.count
         """The step at which the running measurement began."""
         self._latest: tuple[int, float] | None = None
         self._seconds: list[float] = []
@@ -170,7 +170,7 @@ class AutoStrategy(Strategy):
 
     def _forward(self) -> None:
         """Time the step that has ended. Plan, or check the plan, once enough steps were timed."""
-        steps = self.context.reducer.steps
+        steps = self.context.steps
         if self._done or steps.is_open or self.context.model.joins:
             return
         now, count = time.perf_counter(), steps.count
@@ -185,11 +185,11 @@ class AutoStrategy(Strategy):
             self._begin_measuring()
 
     def _begin_measuring(self) -> None:
-        self._since, self._latest, self._seconds = self.context.reducer.steps.count, None, []
+        self._since, self._latest, self._seconds = self.context.steps.count, None, []
 
     def _plan(self) -> None:
         """Probe the network on all ranks, plan on rank 0, and use its choice on all ranks. Collective."""
-        communicator = self.context.reducer.communicator
+        communicator = self.context.communicator
         if communicator.size == 1:
             self._done, self._reason = True, "one rank exchanges nothing"
             return
@@ -248,7 +248,7 @@ class AutoStrategy(Strategy):
 
     def _computing(self, step: float) -> float:
         """Return the time of a step without the exposed time, where that is measured."""
-        records = self.context.reducer.engine.stats().records[-len(self._seconds) :]
+        records = self.context.engine.stats().records[-len(self._seconds) :]
         waits = [
             record.exposed_seconds
             for record in records
@@ -259,7 +259,7 @@ class AutoStrategy(Strategy):
 
     def _share(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return rank 0's values on all ranks. Collective."""
-        communicator, own = self.context.reducer.communicator, ""
+        communicator, own = self.context.communicator, ""
         # A plan runs the candidates, which may be the user's code. If one raises on rank 0, `agreeing` raises
         # on all ranks; otherwise they would wait for rank 0 until the time limit.
         with agreeing(communicator.rendezvous, communicator.limit, f"{_KEY} on rank 0"):
@@ -269,5 +269,5 @@ class AutoStrategy(Strategy):
         return shared
 
     def _say(self, level: int, text: str) -> None:
-        if self.context.reducer.communicator.rank == 0:
+        if self.context.communicator.rank == 0:
             logger.log(level, text)

@@ -11,12 +11,11 @@ from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import short
 from thinwire.programs.program import Program
 from thinwire.programs.rules import exceptions_of
-from thinwire.step.strategy import Configuration
+from thinwire.step.strategy import Attachable, Configuration, configuration_of
 from thinwire.strategies.averaging.anchors import split_evenly
 from thinwire.strategies.averaging.exchange import Members, packed
 from thinwire.strategies.averaging.policy import Average, Averaging
-from thinwire.strategies.gradients import configuration_of
-from thinwire.strategies.schedule import Schedule, Stage
+from thinwire.strategies.schedule import Schedule
 
 PLAIN = "DDP"
 DEFAULTS = (
@@ -50,11 +49,11 @@ class Candidate:
     """
 
     text: str
-    argument: Stage | None
+    argument: Attachable | None
     bucket_mb: float | None = None
 
     @classmethod
-    def of(cls, text: str, argument: Stage | Schedule) -> "Candidate":
+    def of(cls, text: str, argument: Attachable | Schedule) -> "Candidate":
         """Return the candidate for an argument of `attach`.
 
         Raises:

@@ -18,7 +18,7 @@ from thinwire.programs.description import describe
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Program, Programs
 from thinwire.programs.rules import exceptions_of
-from thinwire.step.parts import BucketPart, parts_of
+from thinwire.step.buckets import BucketPart, parts_of
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """DDP's default sizes of the first bucket and of the others."""

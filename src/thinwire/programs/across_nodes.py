@@ -107,8 +107,12 @@ class AcrossNodes(Wrapper):
         neighbours = tuple(range(node * size, (node + 1) * size))
         peers = tuple(range(place, bucket.world_size, size))
 
+        # Each rank receives its slice of the node's mean. Numbers are divided first, so that the sum cannot
+        # overflow before the mean does.
         shares = Shares(bucket, size)
         own = yield ReduceScatter(shares.split(bucket.buffer.mul_(1 / size)), ranks=neighbours)
+        # Ranks with the same place on their nodes average their slices by the program. All slices have one
+        # padded shape, so that all ranks yield the same collectives. State is kept per slice.
         part = replace(
             bucket,
             buffer=own,
@@ -118,6 +122,7 @@ class AcrossNodes(Wrapper):
             world_size=len(peers),
         )
         outcome = yield from among(peers, self.program(part, memory.scoped(f"slice {place} of {size}")))
+        # Each rank receives the other slices of the mean from its node. An overflow in any slice reaches all.
         rows = yield AllGather(outcome.mean, ranks=neighbours)
         mean = shares.join(rows, bucket.buffer)
         return Outcome(mean)

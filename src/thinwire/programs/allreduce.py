@@ -1,4 +1,4 @@
-"""Programs of one all-reduce per bucket: exact, or through a codec."""
+"""Programs of at most one all-reduce per bucket: exact, through a codec, or none at all."""
 
 from dataclasses import dataclass
 
@@ -32,6 +32,8 @@ class Exact(Program):
         """All-reduce the gradients, divided first so that the sum cannot overflow before the mean does."""
         if bucket.buffer.is_sparse:
             return (yield from sparse_mean(bucket))
+        # A multiplication by 1/W, as in DDP without a hook: the same bits for any W. torch's allreduce_hook
+        # divides, which differs in the last bit unless W is a power of two.
         own = bucket.buffer.mul_(1 / bucket.world_size)
         sent = own.to(bucket.exact_dtype or own.dtype)
         error = (own - sent).mul_(bucket.world_size) if bucket.track_error else None
@@ -108,6 +110,7 @@ class Reduced(Program):
         buffer, error = bucket.buffer.mul_(1 / bucket.world_size), None
         encoded = codec.encode(buffer)
         if bucket.track_error:
+            # error <- gradient - decode(encode(gradient)). The buffer holds gradient / W.
             error = buffer.clone()
             codec.add(encoded, numbers_of(error), -1)
             error.mul_(bucket.world_size)

@@ -51,7 +51,7 @@ class BlockCoder(Coder):
             for coder, other in received:
                 assert isinstance(coder, BlockCoder), "ranks use the same codec"
                 mean.add_(coder._decoded(batch, other, room.back(batch)))
-            batch.pad(mean)  # zeros may not decode to zeros
+            batch.pad(mean)  # the padding of received blocks may not decode to zeros
             self._write(room, batch, mean.div_(world), world, errors, parts)
 
     def decode(self, parts: Parts, into: Tensors) -> None:
@@ -73,6 +73,7 @@ class BlockCoder(Coder):
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
+        # By batch, because an encoding must not repeat its random numbers from batch to batch.
         codec, rows = reseeded(self.codec, batch.first), batch.of(parts)
         encoded = codec.encode_blocks(x.to(torch.float32))
         for row, count in batch.padded:
@@ -286,6 +287,7 @@ def _batches(lengths: tuple[int, ...], width: int, at_once: int) -> tuple[_Batch
 @lru_cache(maxsize=4096)
 def layout_of_blocks(codec: BlockCodec, width: int, lengths: tuple[int, ...], device: torch.device) -> Layout:
     """Return the layout of the blocks of pieces, found by encoding one block of zeros."""
+    # Shapes never depend on values, so one block of zeros shows them all.
     parts = codec.encode_blocks(torch.zeros(1, width, dtype=torch.float32, device=device))
     dtypes = codec.part_dtypes or tuple(part.dtype for part in parts)
     count = sum(-(-length // width) for length in lengths)

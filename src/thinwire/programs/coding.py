@@ -58,6 +58,7 @@ class JoinedCoder(Coder):
 
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Join the numbers and encode them."""
+        # A single tensor is encoded in place, unless its error is computed, which would overwrite it.
         whole = errors is None and given.residuals is None and len(given.values) == 1
         self._write(given.values[0] if whole else _joined(given), 1, errors, parts)
 

@@ -57,7 +57,7 @@ def preset(make: Callable[Options, Made]) -> Callable[Options, Made]:
     """
     signature = inspect.signature(make)
     taken = signature.parameters.values()
-    rest = next((one.name for one in taken if one.kind is inspect.Parameter.VAR_KEYWORD), "")
+    rest = next((option.name for option in taken if option.kind is inspect.Parameter.VAR_KEYWORD), "")
 
     @functools.wraps(make)
     def named(*args: Options.args, **kwargs: Options.kwargs) -> Made:
@@ -116,11 +116,13 @@ def _full(thing: object) -> str:
         if _has_own_repr(thing):
             return repr(thing)
         shown = [
-            f"{one.name}={_full(getattr(thing, one.name))}" for one in dataclasses.fields(thing) if one.repr
+            f"{option.name}={_full(getattr(thing, option.name))}"
+            for option in dataclasses.fields(thing)
+            if option.repr
         ]
         return f"{type(thing).__qualname__}({', '.join(shown)})"
     if type(thing) in (list, tuple):
-        return _in_brackets([_full(one) for one in thing], thing)  # type: ignore[attr-defined]
+        return _in_brackets([_full(item) for item in thing], thing)  # type: ignore[attr-defined]
     if type(thing) is dict:
         return "{" + ", ".join(f"{_full(key)}: {_full(value)}" for key, value in thing.items()) + "}"
     if isinstance(thing, FunctionType):
@@ -137,11 +139,11 @@ def _in_brackets(items: list[str], of: object) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
-def same_program(one: object, other: object) -> bool:
+def same_program(program: object, other: object) -> bool:
     """Return whether two programs of this process are equal. Functions are compared by identity."""
-    if one is other:
+    if program is other:
         return True
-    return list(_functions(one)) == list(_functions(other)) and _full(one) == _full(other)
+    return list(_functions(program)) == list(_functions(other)) and _full(program) == _full(other)
 
 
 def _functions(thing: object) -> Iterator[FunctionType]:
@@ -160,7 +162,7 @@ def _parts(thing: object) -> Iterator[object]:
     elif isinstance(thing, list | tuple):
         within = list(thing)
     elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        within = [getattr(thing, one.name) for one in dataclasses.fields(thing)]
+        within = [getattr(thing, option.name) for option in dataclasses.fields(thing)]
     for part in within:
         yield from _parts(part)
 
@@ -175,12 +177,15 @@ def _partial(thing: "functools.partial[object]") -> str:
 def _closed_over(function: FunctionType) -> str:
     """Return the plain values in a function's closure and defaults, except ranks and assigned variables."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    # A variable that the function assigns is a counter or a cache, not an option.
     changed = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_DEREF"}
     values = {name: cell.cell_contents for name, cell in cells if name not in changed and _filled(cell)}
     given = inspect.signature(function).parameters.values()
-    values |= {one.name: one.default for one in given if one.default is not one.empty}
+    values |= {option.name: option.default for option in given if option.default is not option.empty}
     shown = [
-        f"{name}={_full(one)}" for name, one in values.items() if _plain(one) and not _is_rank(name, one)
+        f"{name}={_full(value)}"
+        for name, value in values.items()
+        if _plain(value) and not _is_rank(name, value)
     ]
     return f"({', '.join(shown)})" if shown else ""
 
@@ -230,23 +235,23 @@ def short(thing: object) -> str:
     if inner is not None:
         return short(inner)
     if type(thing) in (list, tuple):
-        return _in_brackets([short(one) for one in thing], thing)  # type: ignore[attr-defined]
+        return _in_brackets([short(item) for item in thing], thing)  # type: ignore[attr-defined]
     if isinstance(thing, Mapping):
         return "{" + ", ".join(f"{key!r}: {short(value)}" for key, value in thing.items()) + "}"
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type) or _has_own_repr(thing):
         return _full(thing)
     options: list[str] = []
     named = False
-    for one in dataclasses.fields(thing):
-        value, made = getattr(thing, one.name), one.default_factory
-        default = one.default if made is dataclasses.MISSING else made()
-        unsaid = one.name in vars(thing).get(DERIVED_OPTIONS, ()) or (
+    for option in dataclasses.fields(thing):
+        value, made = getattr(thing, option.name), option.default_factory
+        default = option.default if made is dataclasses.MISSING else made()
+        unsaid = option.name in vars(thing).get(DERIVED_OPTIONS, ()) or (
             default is not dataclasses.MISSING and value == default
         )
-        if not one.repr or unsaid:
+        if not option.repr or unsaid:
             named = True  # options after a skipped one cannot be positional
             continue
-        by_place = not named and not one.kw_only and not isinstance(value, int | float | str)
+        by_place = not named and not option.kw_only and not isinstance(value, int | float | str)
         named = named or not by_place
-        options.append(short(value) if by_place else f"{one.name}={short(value)}")
+        options.append(short(value) if by_place else f"{option.name}={short(value)}")
     return f"{type(thing).__qualname__}({', '.join(options)})"

@@ -60,6 +60,8 @@ def _divided(lengths: tuple[int, ...], exact: tuple[bool, ...], block: int, rank
 
 def _shares(members: Sequence[int], lengths: Sequence[int], block: int, ranks: int) -> tuple[Share, ...]:
     """Divide parameters into runs of equally many blocks. The last run may be shorter or empty."""
+    # Blocks are numbered over all members. Rank r has blocks [r * most, (r + 1) * most), cut where members
+    # end, so that no piece spans two of them.
     blocks = [-(-lengths[member] // block) for member in members]
     most = -(-sum(blocks) // ranks)
     shares: list[list[Piece]] = [[] for _ in range(ranks)]

@@ -105,15 +105,19 @@ class ErrorFeedback(Wrapper):
             return (yield from self.program(bucket, memory))
         if self.program.folds_residuals:
             return (yield from self._folded(bucket, memory))
+        # x <- gradient + keep * residual
         corrected = _widened(bucket)
         for name, gradient in _lossy(bucket, corrected.buffer):
             gradient.add_(_kept(memory, name, gradient), alpha=self.keep)
+        # mean, error <- program(x), where mean over ranks of x = mean + mean over ranks of error
         outcome = yield from self.program(corrected, memory)
         if outcome.error is None:
             raise ProgramError(
                 f"{short(self.program)} returned no error to feed back: return Outcome(mean, error) where"
                 " bucket.track_error is set"
             )
+        # residual <- error + what rounding the mean to the gradients' dtype removes. All ranks have the same
+        # mean, so the mean over ranks of their residuals contains the rounding once.
         flag = _flag(outcome)
         mean, lost = _rounded(outcome.mean, bucket.buffer.dtype, flag)
         error = outcome.error if lost is None else outcome.error.add_(lost)
@@ -127,6 +131,7 @@ class ErrorFeedback(Wrapper):
         old: dict[str, torch.Tensor] = {}
         new: dict[str, torch.Tensor] = {}
         for name, gradient in _lossy(bucket, wide.buffer):
+            # Read first: `new_value` may return the same memory, which each pass reads before it writes.
             old[name] = numbers_of(_kept(memory, name, gradient))
             new[name] = numbers_of(memory.new_value(name, RESIDUAL, gradient))
         residuals = Residuals(
@@ -176,10 +181,10 @@ def _kept(memory: Memory, name: str, gradient: torch.Tensor) -> torch.Tensor:
 def _rounded(
     mean: torch.Tensor, dtype: torch.dtype, finite: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the mean clamped and rounded to `dtype`, and what that removed, or None where it is nothing.
+    """Return the mean clamped and rounded to `dtype`, and the removed part, or None if nothing is rounded.
 
-    Clamping would turn infinity into a number. A program around this one, such as `AcrossNodes`, looks at the
-    mean alone, so it is NaN unless all of it was `finite`.
+    Clamping would turn infinity into a number. A program around this one, such as `AcrossNodes`, checks only
+    the mean, so the mean is NaN unless all of it was `finite`.
     """
     if mean.dtype == dtype:
         return mean, None

@@ -61,6 +61,7 @@ class Gathered(Program):
         encoded = codecs[bucket.rank].encode(numbers)
         layout = Layout.of(encoded)
         received = yield AllGather(layout.write(encoded, layout.rows(1)[0]))
+        # Sum in the order of ranks, at least in float32: the same bits on all of them.
         total = torch.zeros_like(numbers, dtype=torch.promote_types(numbers.dtype, torch.float32))
         for codec, row in zip(codecs, received, strict=True):
             codec.add(layout.read(row), total)
@@ -68,6 +69,7 @@ class Gathered(Program):
         numbers_of(mean).copy_(total.div_(bucket.world_size))
         if not bucket.track_error:
             return Outcome(mean)
+        # error <- gradient - decode(encode(gradient)), in the bucket's own memory.
         codecs[bucket.rank].add(encoded, numbers, -1)
         return Outcome(mean, error=bucket.buffer)
 

@@ -73,6 +73,7 @@ class WithLeftovers(Wrapper):
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Add the leftovers, and run the program."""
         for name, view in bucket.views().items():
+            # -1 is for parameters instead of gradients, which have no slot "residual" of their own.
             own = self.sign == 1 and name not in bucket.exact and self.program.feeds_back(view.shape)
             for slot, leftover in memory.leftovers_of(name).items():
                 if own and slot == RESIDUAL and leftover.numel() == view.numel():

@@ -90,6 +90,7 @@ class LowRankGradient:
             kept = self._finish_matrix(against, memory)
         else:
             kept = self._finish_pieces(against, memory)
+        # The mean is rounded to the gradients' dtype later. Error feedback compensates for that too.
         if dtype != self.matrix.dtype:
             for missed, mean in kept:
                 missed.add_(mean - mean.to(dtype))
@@ -100,6 +101,7 @@ class LowRankGradient:
             (memory.new_value(name, RESIDUAL, residual), view) for name, view, residual in self._residuals
         ]
         missed = kept[0][0] if kept else None
+        # The matrix holds M here. `product` writes `missed` before it overwrites M with P Q^T.
         if against == "sent" and missed is not None and self.own.product is not None:
             product(*self.own.product, into=self.matrix, missed=missed)
             missed = None
@@ -137,7 +139,7 @@ class LowRankGradient:
 
 
 class Result:
-    """The result of a part: P and Q, and the rest."""
+    """The result of one gradient: P and Q of its matrix, and the rest."""
 
     product: tuple[torch.Tensor, torch.Tensor] | None = None
     rest: torch.Tensor | None = None
@@ -202,5 +204,5 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _subtract(pairs: Pairs) -> None:
-    for given, got in pairs:
-        given.sub_(got)
+    for residual, gradient in pairs:
+        residual.sub_(gradient)

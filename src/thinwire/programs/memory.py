@@ -212,6 +212,7 @@ class Memory:
                     declined[own] = None
                     continue
                 place = (name, f"{self._scope}{LEFTOVER}{own}")
+                # An earlier leftover exists if no step has exchanged the parameter since the last change.
                 residual, earlier = slots.pop(key), self.find(place)
                 self.keep(place, residual if earlier is None else residual.to(earlier.dtype).add_(earlier))
                 self._leftovers.add(place)
@@ -233,7 +234,7 @@ class Memory:
         """
         prefix = self._scope + LEFTOVER
         found = {key: self.find((name, key)) for key in self._leftover_keys(name) if key.startswith(prefix)}
-        return {key.removeprefix(prefix): one for key, one in found.items() if one is not None}
+        return {key.removeprefix(prefix): tensor for key, tensor in found.items() if tensor is not None}
 
     def _leftover_keys(self, name: str) -> list[str]:
         """Return the slots of a parameter's leftovers of all scopes, in the order of their making."""
@@ -277,6 +278,8 @@ class Memory:
         loaded, self._loaded = self._loaded, False
         if scale is None and not loaded:
             return
+        # Residuals have the scale of the gradients that they come from. Scales are powers of two, so that the
+        # multiplication is exact.
         if self._scale is not None:
             old = self._scale if scale is None else self._scale.to(scale.device, non_blocking=True)
             ratio = old.reciprocal() if scale is None else scale / old
@@ -387,6 +390,8 @@ class Staged(Memory):
     def __init__(self, base: Memory) -> None:
         super().__init__()
         self._base = base
+        # A second tensor per slot costs memory and no time. Undoing arithmetic would not be exact, and a
+        # snapshot before the step would cost a pass over all slots.
         self._changed: dict[Place, torch.Tensor | None] = {}
         """The step's new tensors. None marks a slot that the step empties."""
 
@@ -443,7 +448,7 @@ class Staged(Memory):
         changed = {key: tensor for (own, key), tensor in self._changed.items() if own == name}
         kept = {key: tensor for key, tensor in self._base._slots.get(name, {}).items() if key not in changed}
         found = {**kept, **changed}.items()
-        return [one for key, one in found if one is not None and self._holds_residual(key)]
+        return [tensor for key, tensor in found if tensor is not None and self._holds_residual(key)]
 
     def commit(self, but_of: Collection[str] = ()) -> None:
         """Write the step's changes to the memory.
@@ -504,7 +509,7 @@ def _new(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a tensor can hold a new value. It must be contiguous and otherwise like `other`."""
-    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return same and one.is_contiguous()
+def _alike(kept: torch.Tensor, new: torch.Tensor) -> bool:
+    """Return whether a kept tensor can hold a new value. It must be contiguous and otherwise like `new`."""
+    same = kept.shape == new.shape and kept.dtype == new.dtype and kept.device == new.device
+    return same and kept.is_contiguous()

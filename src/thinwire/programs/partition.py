@@ -71,6 +71,7 @@ class Partition(Program):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Run one program after another, each on its own parameters of the bucket."""
+        # A slice of a parameter within AcrossNodes uses the rule of the whole parameter.
         members: dict[int, list[int]] = {}
         wholes = bucket.whole_shapes or bucket.shapes
         for place, (name, shape) in enumerate(zip(bucket.names, wholes, strict=True)):
@@ -81,6 +82,7 @@ class Partition(Program):
         views, tracked = unpack(bucket.buffer, bucket.shapes), bucket.track_error
         error = torch.empty_like(bucket.buffer)
         errors = unpack(error, bucket.shapes)
+        # In order of the rules, which all ranks share.
         for number, places in sorted(members.items()):
             shapes = tuple(bucket.shapes[place] for place in places)
             part = replace(

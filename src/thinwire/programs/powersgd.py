@@ -49,7 +49,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _INT8 = TwoShot(Quantize(bits=8, block=64))
 """The exchange of 8-bit factors."""
 _WARMUP = 8
-"""Steps of the default warm-up (docs/benchmarks.md)."""
+"""Steps of the default warm-up (docs/benchmarks.md, from `thinwire bench`)."""
 _START = TwoShot(Quantize(bits=4, block=64))
 """The exchange of the warm-up, a seventh of the exact bytes."""
 
@@ -133,24 +133,39 @@ class PowerSGD(Program):
             return unchanged(bucket)
         if bucket.step < self.start_steps:
             return (yield from self._start(bucket, memory))
+        # Matrices of one shape are stacked in a group: a few large operations instead of many small ones.
         wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
         parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
         groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
-        starts = [orthonormal(start) for start in self._starts(groups, bucket, memory)]
-        first = [times(group, qs) for group, qs in zip(groups, starts, strict=True)]
+
+        # Q <- the last step's Q, orthonormalised. QR's last bits may differ between hosts: only their mean is
+        # used, in P.
+        qs = [orthonormal(q) for q in self._starts(groups, bucket, memory)]
+
+        # P <- M Q, averaged, where M is gradient + residual. Gradients that are not compressed, such as
+        # vectors, share the all-reduce.
+        first = [times(group, q) for group, q in zip(groups, qs, strict=True)]
         own, mean = yield from self._mean([*first, *(part.corrected_rest() for part in with_rest)], bucket)
+
+        # Orthonormalise P with the same bits on every host, so that all ranks decode alike.
         ps = bases_of(mean[: len(groups)])
+
+        # Q <- M^T P, averaged.
         second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
         own_qs, mean_qs = yield from self._mean(second, bucket)
-        for group, p, own_q, q in zip(groups, ps, own_qs, mean_qs, strict=True):
+
+        # gradient <- P Q^T, residual <- M - P Q^T. With residual="sent", the residual's Q is this rank's own.
+        for group, p, own_q, mean_q in zip(groups, ps, own_qs, mean_qs, strict=True):
             for number, part in enumerate(group):
                 part.own.product = p[number], own_q[number]
-                part.mean.product = p[number], q[number]
+                part.mean.product = p[number], mean_q[number]
         rests = zip(with_rest, own[len(groups) :], mean[len(groups) :], strict=True)
-        for part, own_value, mean_value in rests:
-            part.own.rest, part.mean.rest = own_value, mean_value
+        for part, own_rest, mean_rest in rests:
+            part.own.rest, part.mean.rest = own_rest, mean_rest
         for part in parts:
             part.finish(self.residual, memory, bucket.buffer.dtype)
+
+        # Warm start: the next step begins with this Q, which makes one iteration a step enough.
         if self.warm_start:
             self._remember(groups, mean_qs, memory)
         return Outcome(bucket.buffer if wide is bucket.buffer else bucket.buffer.copy_(wide))
@@ -188,6 +203,7 @@ class PowerSGD(Program):
         """Return the shape of a gradient's matrix, or (0, 0) if the gradient is not compressed."""
         length = shape.numel()
         n = math.isqrt(length) if self.flatten else shape[0] if shape else 1
+        # A flattened bucket is cut to the largest matrix that fits. Padding it, as torch does, needs a copy.
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
@@ -196,6 +212,8 @@ class PowerSGD(Program):
         program = ErrorFeedback(_START) if self.error_feedback else _START
         outcome = yield from program(replace(bucket, exact=self._exact_in(bucket)), memory)
         if self.warm_start:
+            # Q <- M^T orthonormal(M Q) of the mean M, which all ranks have. So the first low-rank step begins
+            # with a basis of recent gradients instead of a random one.
             wide = outcome.mean.to(_precise(outcome.mean.dtype))
             groups = by_shape(self._parts(replace(bucket, buffer=wide), None))
             starts = self._starts(groups, bucket, memory)
@@ -204,7 +222,11 @@ class PowerSGD(Program):
         return outcome
 
     def _exact_in(self, bucket: Bucket) -> frozenset[str]:
-        """Return what the warm-up sends exactly: what later steps do, as they add no residuals to it."""
+        """Return the parameters that the warm-up sends exactly.
+
+        They are those that later steps send exactly. Later steps add no residual to them, so a residual that
+        the warm-up left would be lost.
+        """
         if self.exact_vectors:
             return bucket.exact
         shapes = zip(bucket.names, bucket.shapes, strict=True)
@@ -247,6 +269,7 @@ class PowerSGD(Program):
             own, mean = yield from self._coded_mean(flat, bucket)
             return unpack(own, shapes), unpack(mean, shapes)
         dtype = _DTYPES.get(self.factor_dtype or "", bucket.buffer.dtype)
+        # Divide before the cast: in float16 a sum may overflow although the mean does not.
         encoded = flat.mul(1 / bucket.world_size).to(dtype)
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
@@ -274,6 +297,7 @@ class PowerSGD(Program):
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: LowRankGradient) -> torch.Tensor:
+            # By name, not by bucket, and on the CPU: the same Q on all ranks, in any bucket, on any device.
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
             chance = torch.Generator().manual_seed(seed)
             numbers = torch.randn(

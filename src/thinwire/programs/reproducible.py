@@ -48,14 +48,16 @@ def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not stacks:
         return []
-    # About 20 bits a slice: one for float32, two for float64.
+    # A slice has about 20 bits: one is enough for a basis in float32, two for float64.
     count = 2 if stacks[0].dtype == torch.float64 else 1
     bases = [stack.to(torch.float64, copy=True) for stack in stacks]
     for _ in range(2):
+        # Scale each row by a power of two, which is exact, and cut it to as many bits as products may have.
         sliced = [
             _slices(stack.div_(_power_of(stack).clamp_(min=_LEAST)), 1.0, _bits(stack.shape[2]), count)
             for stack in bases
         ]
+        # G = A A^T exactly, then W with W G W^T = 1, and A <- W A, whose rows are orthonormal.
         grams = [_exact_product(parts, [part.mT for part in parts]) for parts in sliced]
         weights = _weights(grams, max(_bits(stack.shape[2]) for stack in stacks), count)
         bases = [_exact_product(*pair) for pair in zip(weights, sliced, strict=True)]
@@ -77,8 +79,11 @@ def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.
         wide = torch.promote_types(into.dtype, torch.float32)
         p, q = p.to(wide), q.to(wide)
     else:
+        # Cut both factors to so few bits that no product is rounded. All hosts cut off the same bits, which
+        # are beyond float32's precision of a factor's largest number.
         p, q = (
-            _slices(one, _power_of(one.view(1, -1)), _bits(len(p)), 1)[0] for one in (p.double(), q.double())
+            _slices(factor, _power_of(factor.view(1, -1)), _bits(len(p)), 1)[0]
+            for factor in (p.double(), q.double())
         )
     written = (into,) if missed is None else (into, missed)
     if lowrank.supported(*written):
@@ -94,34 +99,34 @@ def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.
 def _product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, *, few: bool) -> None:
     """Write P Q^T to a matrix, some rows at a time."""
     step = max(1, _AT_ONCE // max(1, into.shape[1]))
-    room = _room(min(step, len(into)), into.shape[1], like=p)
+    scratch = _scratch(min(step, len(into)), into.shape[1], like=p)
     for start in range(0, len(into), step):
         piece, columns = into[start : start + step], p[:, start : start + step]
         if few:
-            _outer_products(columns, q, piece, room[: len(piece)])
+            _outer_products(columns, q, piece, scratch[: len(piece)])
         else:
             # Adding zero turns -0, which only some hosts return, to 0.
-            piece.copy_(torch.mm(columns.mT, q, out=room[: len(piece)]).add_(0.0))
+            piece.copy_(torch.mm(columns.mT, q, out=scratch[: len(piece)]).add_(0.0))
 
 
-def _outer_products(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, room: torch.Tensor) -> None:
+def _outer_products(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, scratch: torch.Tensor) -> None:
     """Add the outer products column by column. Each is rounded by itself, unlike with fused multiply-adds."""
-    whole = into if into.dtype == p.dtype else torch.empty_like(room)
+    whole = into if into.dtype == p.dtype else torch.empty_like(scratch)
     torch.mul(p[0, :, None], q[0], out=whole)
     for left, right in zip(p[1:], q[1:], strict=True):
-        whole.add_(torch.mul(left[:, None], right, out=room))
+        whole.add_(torch.mul(left[:, None], right, out=scratch))
     if whole is not into:
         into.copy_(whole)
 
 
-def _room(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+def _scratch(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     """Return scratch space, valid until the next call in this thread. Allocation would be slow."""
     size = rows * columns
-    if type(like) is not torch.Tensor:  # a fake one must not be kept
+    if type(like) is not torch.Tensor:  # a fake tensor of a plan must not reach real steps
         return like.new_empty((rows, columns))
-    kept: torch.Tensor | None = getattr(_lent, "room", None)
+    kept: torch.Tensor | None = getattr(_lent, "scratch", None)
     if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (like.dtype, like.device):
-        kept = _lent.room = like.new_empty(max(size, _AT_ONCE))
+        kept = _lent.scratch = like.new_empty(max(size, _AT_ONCE))
     return kept[:size].view(rows, columns)
 
 
@@ -156,7 +161,7 @@ def _slices(x: torch.Tensor, power: torch.Tensor | float, bits: int, count: int)
 
 def _exact_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the product of two sums of slices. The product of each pair is exact, their sum elementwise."""
-    first, *others = [one @ other for one in left for other in right]
+    first, *others = [a @ b for a in left for b in right]
     for other in others:
         first = first + other
     return first
@@ -172,9 +177,9 @@ def _weights(grams: Sequence[torch.Tensor], bits: int, count: int) -> list[list[
     filled = [functional.pad(gram, (0, most - gram.shape[-1]) * 2) for gram in grams]
     weights = _whitening(torch.cat(filled))
     slices = _slices(weights, _power_of(weights), _MANTISSA - bits - (most - 1).bit_length(), count)
-    by_gram = zip(*(one.split([len(gram) for gram in grams]) for one in slices), strict=True)
+    by_gram = zip(*(part.split([len(gram) for gram in grams]) for part in slices), strict=True)
     return [
-        [one[:, : gram.shape[-1], : gram.shape[-1]] for one in own]
+        [part[:, : gram.shape[-1], : gram.shape[-1]] for part in own]
         for own, gram in zip(by_gram, grams, strict=True)
     ]
 
@@ -188,6 +193,7 @@ def _whitening(grams: torch.Tensor) -> torch.Tensor:
     for place in range(count):
         row, later = both[:, place], both[:, place + 1 :]
         square = row[:, place, None]
+        # Division by infinity turns a row that depends on earlier ones to zeros, without a branch on values.
         norm = torch.where(square > least[:, place], square.sqrt(), torch.inf)
         row /= norm
         later -= (later[:, :, place] / norm).unsqueeze(-1) * row.unsqueeze(1)

@@ -28,6 +28,7 @@ def sparse_mean(bucket: Bucket) -> Collectives[Outcome]:
     own = bucket.buffer.div(bucket.world_size).coalesce()
     indices, values = own.indices(), own.values()
     counts = yield AllGather(indices.new_tensor([indices.shape[1]]))
+    # The only read of values by the host in a program: collectives need the number of rows beforehand.
     held: list[int] = counts.flatten().tolist()
     all_indices = yield AllGather(_padded(indices.T, max(held)))
     all_values = yield AllGather(_padded(values, max(held)))

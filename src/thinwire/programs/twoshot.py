@@ -170,7 +170,7 @@ class _Numbers:
         """Return the outcome, with its finiteness if all parts have a flag."""
         error = self._bucket.buffer if self._tracked else None
         known = [flag for flag in flags if flag is not None]
-        # A mean that is finite in float32 may not be so in half precision.
+        # Flags are of the encodings. A mean that is finite in float32 may not be so in half precision.
         if len(known) < len(flags) or self._values[0].dtype.itemsize < torch.float32.itemsize:
             return Outcome(self._mean, error)
         return Outcome(self._mean, error, torch.stack(known).all())
@@ -191,6 +191,7 @@ def _mean(rows: Tensors) -> torch.Tensor:
 
     Numbers are divided first, so that the sum cannot overflow before the mean does.
     """
+    # A multiplication by 1/W as in `Exact`, so that exact parameters get its bits.
     dtype = torch.promote_types(rows[0].dtype, torch.float32)
     total = rows[0].to(dtype) * (1 / len(rows))
     for row in rows[1:]:

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.step.model import AttachedModel
+from thinwire.step.model import Model
 from thinwire.step.skip_overflows import Skipping
 
 logger = logging.getLogger("thinwire")
@@ -27,7 +27,7 @@ class Accumulation:
         skipping: The model's optimizers, whose steps it reports.
     """
 
-    def __init__(self, model: AttachedModel, skipping: Skipping) -> None:
+    def __init__(self, model: Model, skipping: Skipping) -> None:
         self._model, self._skipping = model, skipping
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -44,7 +44,8 @@ class Accumulation:
         if self._latest is not None:
             parameter, gradient = self._latest
             self._added = self._added or parameter.grad is gradient  # zero_grad() would have dropped it
-        held = [(one, one.grad) for one in self._model.parameters().values() if one.grad is not None]
+        parameters = self._model.parameters().values()
+        held = [(each, each.grad) for each in parameters if each.grad is not None]
         self._latest = min(held, key=lambda pair: pair[0].numel(), default=None)
 
     def stop(self) -> None:

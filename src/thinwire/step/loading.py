@@ -12,7 +12,7 @@ from thinwire.checkpoint.wire_state import all_or_none, memory_for, merge_wire_s
 from thinwire.engine.comm.agreement import Described
 from thinwire.errors import StateError
 from thinwire.programs.description import same_program, short
-from thinwire.step.layout import groups_for
+from thinwire.step.buckets import groups_for
 from thinwire.step.runner import AttachedRun
 
 
@@ -28,8 +28,8 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         StateError: The state does not fit this wire. Nothing was changed.
         MismatchError: Another rank's state does not fit, or the states were saved at different points.
     """
-    communicator, model = runner.reducer.communicator, runner.context.model
-    known = runner.plan.known(runner.context.auditor.on_excess)
+    communicator, model = runner.communicator, runner.context.model
+    known = runner.stages.known(runner.context.auditor.on_excess)
     # Which program continues? Ranks agree on it first: `bound` below is collective, and a rank that bound
     # another strategy, or raised before it, would leave the others waiting.
     with all_or_none(communicator, "load_state_dict") as agreed:
@@ -37,7 +37,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         resized, states = own_states(state, programs, communicator.rank, communicator.size)
         own = states[0]
         agreed.update(step=str(own["step"]), program=program_of(own))
-    config = runner.plan.saved(own["program"], own["step"]) or known[own["program"]]
+    config = runner.stages.saved(own["program"], own["step"]) or known[own["program"]]
     same = same_program(config, runner.config)
     strategy = runner.strategy if same else runner.bound(config)
     # Everything that may fail is prepared aside. The running strategy and its memory are still untouched.
@@ -55,11 +55,11 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
     # No rank has raised, so all of them come here and change.
     if own["schedule_ended"]:
         runner.end_schedule()
-    runner.resume(config, strategy)
+    runner.resume(strategy)
     runner.context.memory.take_over(memory)
     runner.begins_steps = True  # the state may contain leftovers
     runner.steps.restore(own["step"])
-    runner.reducer.layout.held = runner.reducer.layout.upcoming = groups
+    runner.layout.held = runner.layout.upcoming = groups
     take_over()
 
 

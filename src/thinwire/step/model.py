@@ -1,34 +1,39 @@
-"""The interface between strategies and the model that they work on, with the reducer of its gradients.
+"""The protocol of models: what a run needs of a DDP model, of an FSDP2 model, or of a module without either.
 
-DDP models (`ddp/`), modules that each rank trains on its own (`replicas/`) and FSDP2 models (`fsdp/`)
-implement it.
+`models/` implements it. A model hands its gradients to a run:
+
+    register(run)         from now on, call `run.bucket_ready` with each bucket of a backward
+    agree_finite(...)     the run asks the ranks that only this model knows
+    write_means(...)      the run has settled the step
 """
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from thinwire.engine.comm.group_communicator import GroupCommunicator
-from thinwire.engine.engine import Engine
-from thinwire.errors import AttachError, OptionError
-from thinwire.models.ddp.model import Model
-from thinwire.step.layout import BucketLayout
-from thinwire.step.transaction import SteppedModel, StepTransaction
+from thinwire.engine.comm.agreement import SetUp
+from thinwire.errors import AttachError, ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.step.runner import AttachedRun
 
 _trains = attrgetter("requires_grad")
 
 
-class AttachedModel(SteppedModel, Protocol):
-    """A weak handle to a model: named tensors, hooks and the process group of its replicas."""
+class Model(Protocol):
+    """A weak handle to a model: named tensors, hooks, and the process group of its replicas."""
 
     group: dist.ProcessGroup
     """The ranks that hold replicas of the same tensors, this one among them."""
     device: torch.device
     broadcasts_buffers: bool
     """Whether every forward copies the first rank's buffers to all others."""
+    find_unused_parameters: bool
+    """Whether DDP waits at the end of backward to learn which parameters all ranks left unused."""
 
     @property
     def shard_key(self) -> str | None:
@@ -76,24 +81,57 @@ class AttachedModel(SteppedModel, Protocol):
     def ddp_bytes(self) -> int:
         """Return the bytes that this rank would send in one step to sum all gradients uncompressed."""
 
+    def check_hooks(self) -> None:
+        """Raise if the model has hooks already that leave no place for a run's."""
 
-class AttachedReducer(Protocol):
-    """The strategies' access to an engine on a process group, to steps and to the attached model."""
+    def connect_shards(self, set_up: SetUp, limit: timedelta | None) -> None:
+        """Compare a set-up with the ranks that hold other shards of this replica, and connect to them.
 
-    communicator: GroupCommunicator
-    engine: Engine
-    steps: StepTransaction
-    layout: BucketLayout
+        Collective. Models that are not sharded do nothing.
 
-    @property
-    def model(self) -> AttachedModel:
-        """The attached model."""
+        Args:
+            set_up: What must be equal for all shards.
+            limit: The time limit of a collective. None takes that of the group.
+        """
 
-    def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Return whether means are finite on all ranks, given the flag of the ranks of `communicator`."""
+    def register(self, run: "AttachedRun") -> None:
+        """Call `run.bucket_ready` with every bucket of gradients from now on.
 
-    def settled(self, committed: bool) -> None:
-        """React to a settled backward pass."""
+        Args:
+            run: The run that averages them. Models without gradients to reduce do nothing.
+
+        Raises:
+            AttachError: The model does not accept the hooks.
+        """
+
+    def check_finalization(self) -> None:
+        """Raise UnavailableError if the user's code ends the backward."""
+
+    def agree_finite(self, finite: torch.Tensor, step: int, overflowed: bool) -> torch.Tensor:
+        """Return whether means are finite on all ranks of this replica, without a host read.
+
+        Args:
+            finite: Whether the means of the group's ranks are finite, as a scalar bool tensor.
+            step: The number of the step.
+            overflowed: Whether the step before was rolled back.
+        """
+
+    def unused(self) -> set[str]:
+        """Return the names of parameters that no rank used in the last backward."""
+
+    def spoil_gradients(self) -> None:
+        """Set all gradients to NaN."""
+
+    def write_means(self, run: "AttachedRun", committed: bool) -> None:
+        """Write the means of a settled step where the model itself does not, and prepare for the next one.
+
+        Args:
+            run: The run of the step.
+            committed: Whether the step was committed. If not, gradients must stay NaN.
+        """
+
+    def report(self, error: ThinwireError) -> None:
+        """Report a failure of this rank's wire to ranks that only this model knows."""
 
 
 def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> None:
@@ -105,16 +143,7 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> No
         fix: The way to train it, for the error.
     """
     if any(map(_trains, frozen.values())):  # in every forward, so without a loop in Python
-        name = next(name for name, one in frozen.items() if one.requires_grad)
+        name = next(name for name, parameter in frozen.items() if parameter.requires_grad)
         raise AttachError(
             f"parameter {name!r} was frozen when the wire was attached, so {so}, and now it trains: {fix}"
         )
-
-
-def require_ddp(model: object, what: object) -> Model:
-    """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
-    if isinstance(model, Model):
-        return model
-    raise OptionError(
-        f"{what} needs a DistributedDataParallel model: wrap the module in one, and attach to that"
-    )

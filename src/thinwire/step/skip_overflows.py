@@ -104,7 +104,7 @@ class Skipping:
         if self._warned:
             return
         reason = self._obstacle
-        if reason is None and any(isinstance(one, LBFGS) for one in self._known):
+        if reason is None and any(isinstance(optimizer, LBFGS) for optimizer in self._known):
             reason = _SEVERAL_BACKWARDS
         if reason is not None and living_scalers():  # which skip the step
             reason = None
@@ -142,8 +142,8 @@ class Skipping:
 
     def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Return the gradients of this model's parameters that an optimizer holds."""
-        held = (one for group in optimizer.param_groups for one in group["params"])
-        return [one.grad for one in held if one.grad is not None and id(one) in self._parameters]
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [each.grad for each in held if each.grad is not None and id(each) in self._parameters]
 
 
 class _StepHooks:
@@ -182,8 +182,8 @@ class _StepHooks:
     def _hide(self, optimizer: Optimizer) -> None:
         if not self._overflowed(optimizer):
             return
-        held = [one for group in optimizer.param_groups for one in group["params"]]
-        self._hidden = [(one, one.grad) for one in held if one.grad is not None]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._hidden = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
         # Some optimizers count their steps in the groups, with or without gradients.
@@ -223,6 +223,6 @@ class _StepHooks:
 
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all tensors are finite. The host waits for the result."""
-    parts = [local_part(one.detach()) for one in tensors]
-    flags = [finite(one) for one in parts if one.is_floating_point() or one.is_complex()]
+    parts = [local_part(tensor.detach()) for tensor in tensors]
+    flags = [finite(part) for part in parts if part.is_floating_point() or part.is_complex()]
     return not flags or bool(all_true(flags).item())

@@ -3,8 +3,9 @@
     configuration   frozen and comparable, written by the user: `DiLoCo(period=32)`, `ZeRO()`
     strategy        that configuration running on one model, with all mutable state
 
-A gradient program needs no configuration class. Anything else derives from `Configuration` and returns the
-`Strategy` that runs it from `bind`. A strategy of your own needs no change of thinwire:
+A gradient program needs no configuration class: it runs as `Gradients(program)`. Anything else derives from
+`Configuration` and returns the `Strategy` that runs it from `bind`. A strategy of your own needs no change of
+thinwire:
 
     @dataclass(frozen=True)
     class Every(Configuration):
@@ -20,7 +21,7 @@ A gradient program needs no configuration class. Anything else derives from `Con
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -28,16 +29,20 @@ from torch.optim import Optimizer
 from thinwire.amp.loss_scale import ScalerOption
 from thinwire.checkpoint.optimizer_state import check_owned
 from thinwire.checkpoint.trees import same
-from thinwire.errors import AttachError, OptionError, StateError
+from thinwire.errors import AttachError, OptionError, StateError, UnavailableError
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.description import ReprAsWritten
+from thinwire.programs.description import ReprAsWritten, describe, short
 from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.rules import Rules, exceptions_of
-from thinwire.step.model import AttachedModel, AttachedReducer
+from thinwire.programs.wrapper import as_program
+from thinwire.step.model import Model
 
 if TYPE_CHECKING:
-    from thinwire.monitors.auditor import Auditor
+    from thinwire.engine.comm.group_communicator import GroupCommunicator
+    from thinwire.engine.engine import Engine
+    from thinwire.monitors.auditor import Auditor, OnExcess
     from thinwire.programs.memory import Memory
+    from thinwire.step.transaction import StepTransaction
 
 
 class Configuration(ReprAsWritten):
@@ -80,13 +85,13 @@ class Configuration(ReprAsWritten):
         Args:
             target: The model and the options given to `attach`.
         """
-        return {name: one for name, one in target.model.parameters().items() if one.requires_grad}
+        return {name: tensor for name, tensor in target.model.parameters().items() if tensor.requires_grad}
 
     def bind(self, context: "Context") -> "Strategy":
         """Return the strategy that runs this configuration on a model. Collective.
 
         Args:
-            context: The reducer, memory, rules and auditor that the wire's strategies share.
+            context: The model, engine, memory, rules and auditor that the wire's strategies share.
 
         Returns:
             A new strategy, which the caller starts.
@@ -142,20 +147,21 @@ class Target:
         scaler: The GradScaler given to `attach`. None if there is none, "auto" to detect it.
     """
 
-    model: AttachedModel
+    model: Model
     optimizers: Sequence[Optimizer]
     audits: bool = False
     scaler: ScalerOption = "auto"
 
     def trained_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the trainable parameters, by name."""
-        return {name: one.shape for name, one in self.model.parameters().items() if one.requires_grad}
+        trained = self.model.parameters().items()
+        return {name: parameter.shape for name, parameter in trained if parameter.requires_grad}
 
     def check_states(self, config: Configuration) -> None:
         """Raise StateError if an optimizer was loaded with a part of its state that is not this rank's."""
-        for one in self.optimizers:
-            state = {"state": one.state, "param_groups": one.param_groups}
-            check_owned(state, one.param_groups, config.stepped_here(self))
+        for optimizer in self.optimizers:
+            state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            check_owned(state, optimizer.param_groups, config.stepped_here(self))
 
 
 @dataclass(frozen=True)
@@ -163,31 +169,37 @@ class Context:
     """The objects and options that all strategies of one wire share.
 
     Attributes:
-        reducer: The model's reducer, with its engine, communicator, steps and model.
+        model: The attached model.
+        communicator: The ranks that hold replicas of the model, on thinwire's own process group.
+        engine: Runs programs on that group.
+        steps: The training steps and their count.
+        settle_leftover: A function that settles a step whose backward was interrupted after its last bucket.
         memory: The tensors that programs keep between steps, by parameter name.
         rules: The rules that give some parameters another program.
         auditor: The auditor of exchanges.
         check_every: Steps between two comparisons of replicas, or 0 for none. None for the default.
         optimizers: A function that returns the optimizers given to `attach` that still exist.
         scaler: The GradScaler given to `attach`.
+        membership: A function that makes the membership of averaged models from a replica, a function that
+            returns its contributions, and this context. None: the fixed ranks of `communicator`.
     """
 
-    reducer: AttachedReducer
+    model: Model
+    communicator: "GroupCommunicator"
+    engine: "Engine"
+    steps: "StepTransaction"
+    settle_leftover: Callable[[], None]
     memory: "Memory"
     rules: Rules
     auditor: "Auditor"
     check_every: int | None
     optimizers: Callable[[], list[Optimizer]]
     scaler: ScalerOption
+    membership: Callable[[Any, Any, "Context"], Any] | None = None
 
     def target(self) -> Target:
         """Return the target that a configuration is validated against."""
         return Target(self.model, self.optimizers(), bool(self.auditor.every), self.scaler)
-
-    @property
-    def model(self) -> AttachedModel:
-        """The attached model."""
-        return self.reducer.model
 
     def exceptions(self, program: Program) -> dict[str, Program]:
         """Return the parameters that do not use `program` under the rules, with the program of each."""
@@ -206,7 +218,7 @@ class Strategy:
     """
 
     counts_backwards: ClassVar[bool] = True
-    """Whether every committed backward is a training step. If False, call `context.reducer.steps.advance`."""
+    """Whether every committed backward is a training step. If False, call `context.steps.advance`."""
     supports_join: ClassVar[bool] = True
     """Whether the other ranks can continue when one has run out of inputs (Join)."""
 
@@ -301,6 +313,20 @@ class Strategy:
     def explain(self) -> str:
         """Return text that `wire.explain()` shows above its table, such as the reason for a choice."""
         return ""
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas that take part. By default the ranks of the model's group."""
+        ranks = self.context.engine.world_ranks(range(self.context.communicator.size))
+        return tuple(f"rank {rank}" for rank in ranks)
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges of models that were applied. 0 if only gradients are exchanged."""
+        return 0
+
+    def join(self) -> None:
+        """Wait until this replica takes part. Only replicas that join and leave need it."""
 
     def finalize(self) -> None:
         """Synchronise the models of all ranks. Collective."""
@@ -398,3 +424,130 @@ def require_state(state: Mapping[str, Any], key: str) -> dict[str, Any]:
             f"the state has nothing under {key!r}: it was saved from a wire with another strategy"
         )
     return found
+
+
+Attachable: TypeAlias = ProgramFunction | Configuration
+"""What the user passes: a gradient program, or a configuration such as `DiLoCo(...)`."""
+
+
+@dataclass(frozen=True, repr=False)
+class Gradients(Configuration):
+    """Plain gradient averaging: a program averages every bucket, and every committed backward is a step."""
+
+    program: ProgramFunction
+
+    def __repr__(self) -> str:
+        return repr(self.program)
+
+    @property
+    def described(self) -> ProgramFunction:
+        """The program, in place of this wrapper, for comparing ranks and for saving."""
+        return self.program
+
+    def validate(self, target: Target) -> None:
+        """Raise OptionError if it is not a program, or does not fit the model."""
+        program = as_program(self.program)
+        if not target.model.reduces_gradients:
+            raise needs_ddp(short(self.program))
+        describe(self.program)
+        program.check(target.model.shapes(), target.model.group.size())
+
+    def bind(self, context: Context) -> Strategy:
+        """Return the strategy that runs the program on every bucket."""
+        return GradientStrategy(self, context)
+
+    def gradient_program(self) -> Program:
+        """Return the program."""
+        return as_program(self.program)
+
+    def with_gradient_program(self, program: Program) -> Configuration:
+        """Return a configuration of another program."""
+        return Gradients(program)
+
+
+class GradientStrategy(Strategy):
+    """A strategy that averages gradients, with one program for each parameter."""
+
+    begins_steps = False
+
+
+def needs_ddp(what: object) -> OptionError:
+    """Return the error of an option `what` that works on DDP models only."""
+    return OptionError(
+        f"{what} needs a DistributedDataParallel model: wrap the module in one, and attach to that"
+    )
+
+
+def configuration_of(passed: Attachable) -> Configuration:
+    """Return a configuration unchanged, or wrap a gradient program in `Gradients`."""
+    return passed if isinstance(passed, Configuration) else Gradients(passed)
+
+
+def as_passed(config: Configuration) -> Attachable:
+    """Return a configuration as the user passed it to `attach`, the inverse of `configuration_of`."""
+    return config.program if isinstance(config, Gradients) else config
+
+
+class Stages:
+    """The configurations that a wire runs, by the step from which each one does.
+
+    Args:
+        configurations: Configurations by first step, 0 among them.
+        schedule: The `Schedule` that the user passed, or None.
+    """
+
+    def __init__(self, configurations: Mapping[int, Configuration], schedule: object = None) -> None:
+        self._by_step = dict(configurations)
+        self.schedule = schedule
+
+    @property
+    def passed(self) -> object:
+        """The program, configuration or schedule that the user passed."""
+        return self.at(0) if self.schedule is None else self.schedule
+
+    @property
+    def all(self) -> list[Configuration]:
+        """The configurations of all stages."""
+        return list(self._by_step.values())
+
+    def at(self, step: int) -> Configuration:
+        """Return the configuration that runs in a step."""
+        return self._by_step[max(first for first in self._by_step if first <= step)]
+
+    def check_join(self, joins: bool, step: int) -> None:
+        """Raise UnavailableError if a later stage would begin inside torch's `Join`.
+
+        A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so
+        the others would wait for it until their time limit.
+        """
+        later = [first for first in self._by_step if first > step]
+        if later and joins:
+            raise UnavailableError(
+                f"a Schedule whose next stage begins at step {later[0]} cannot run inside Join (step {step}"
+                " now): a rank that has run out of inputs would miss the swap; give every rank the same"
+                " number of batches, or call wire.swap(program) outside of Join"
+            )
+
+    def saved(self, description: str, step: int) -> Configuration | None:
+        """Return the stage of a step if a saved state names it, as stages may share a description."""
+        due = self.at(step)
+        return due if description == describe(due) else None
+
+    def known(self, fallback: "OnExcess") -> dict[str, Configuration]:
+        """Return all stages, and the configurations that audits fall back to, by description.
+
+        Running stages come last, so that errors name them.
+        """
+        own = [variant for stage in self.all for variant in stage.variants()]
+        others = (
+            [] if isinstance(fallback, str) else [after for each in own for after in _after(each, fallback)]
+        )
+        return {describe(config): config for config in (*others, *own, *self.all)}
+
+
+def _after(config: Configuration, program: Program) -> list[Configuration]:
+    """Return a configuration's variants after audits of gradients, of models, or of both fall back."""
+    gradients = config.with_gradient_program(program)
+    if config.model_program() is None:
+        return [gradients]
+    return [gradients, config.with_model_program(program), gradients.with_model_program(program)]

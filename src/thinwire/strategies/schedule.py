@@ -2,18 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from thinwire.errors import OptionError, UnavailableError
-from thinwire.monitors.auditor import OnExcess
-from thinwire.programs.description import ReprAsWritten, describe
-from thinwire.programs.program import Program, ProgramFunction
+from thinwire.errors import OptionError
+from thinwire.programs.description import ReprAsWritten
 from thinwire.programs.wrapper import as_program
-from thinwire.step.strategy import Configuration
-from thinwire.strategies.gradients import configuration_of
-
-Stage: TypeAlias = ProgramFunction | Configuration
-"""A gradient program, or a configuration such as `DiLoCo(...)`."""
+from thinwire.step.strategy import Attachable, Configuration, Stages, configuration_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +34,7 @@ class Schedule(ReprAsWritten):
         wire = thinwire.attach(ddp, schedule, optimizer=optimizer)
     """
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Attachable]
 
     def __post_init__(self) -> None:
         steps = list(self.stages) if isinstance(self.stages, Mapping) else []
@@ -60,7 +53,7 @@ class Schedule(ReprAsWritten):
                 as_program(stage, f"the stage from step {step}")
         object.__setattr__(self, "stages", dict(sorted(self.stages.items())))
 
-    def at(self, step: int) -> Stage:
+    def at(self, step: int) -> Attachable:
         """Return the stage that runs in a step, as the user wrote it.
 
         Args:
@@ -72,57 +65,8 @@ class Schedule(ReprAsWritten):
         return self.stages[max(first for first in self.stages if first <= step)]
 
 
-class StagePlan:
-    """The configurations that a wire runs by step, from a schedule or a single configuration."""
-
-    def __init__(self, given: Stage | Schedule) -> None:
-        stages = given.stages if isinstance(given, Schedule) else {0: given}
-        self.given = given
-        self._stages = {step: configuration_of(one) for step, one in stages.items()}
-
-    @property
-    def scheduled(self) -> bool:
-        """True if the user passed a `Schedule`."""
-        return isinstance(self.given, Schedule)
-
-    @property
-    def stages(self) -> list[Configuration]:
-        """The configurations of all stages."""
-        return list(self._stages.values())
-
-    def at(self, step: int) -> Configuration:
-        """Return the configuration that runs in a step."""
-        return self._stages[max(first for first in self._stages if first <= step)]
-
-    def check_join(self, joins: bool, step: int) -> None:
-        """Raise UnavailableError if a later stage would begin inside torch's `Join`.
-
-        A swap is collective and happens in forward. A rank that has run out of inputs runs no forward, so
-        the others would wait for it until their time limit.
-        """
-        later = [first for first in self._stages if first > step]
-        if later and joins:
-            raise UnavailableError(
-                f"a Schedule whose next stage begins at step {later[0]} cannot run inside Join (step {step}"
-                " now): a rank that has run out of inputs would miss the swap; give every rank the same"
-                " number of batches, or call wire.swap(program) outside of Join"
-            )
-
-    def saved(self, program: str, step: int) -> Configuration | None:
-        """Return the stage of a step if a saved state names it, as stages may share a description."""
-        due = self.at(step)
-        return due if program == describe(due) else None
-
-    def known(self, fallback: OnExcess) -> dict[str, Configuration]:
-        """Return the stages, and before them the configurations that audits fall back to, by description."""
-        own = [variant for one in self.stages for variant in one.variants()]
-        others = [] if isinstance(fallback, str) else [two for one in own for two in _after(one, fallback)]
-        return {describe(config): config for config in (*others, *own, *self.stages)}
-
-
-def _after(config: Configuration, program: Program) -> list[Configuration]:
-    """Return a configuration's variants after audits of gradients, of models, or of both fall back."""
-    gradients = config.with_gradient_program(program)
-    if config.model_program() is None:
-        return [gradients]
-    return [gradients, config.with_model_program(program), gradients.with_model_program(program)]
+def stages_of(passed: Attachable | Schedule) -> Stages:
+    """Return the stages of a schedule, or the one stage of a program or configuration."""
+    if isinstance(passed, Schedule):
+        return Stages({step: configuration_of(stage) for step, stage in passed.stages.items()}, passed)
+    return Stages({0: configuration_of(passed)})

@@ -142,13 +142,13 @@ def interrupted(rank: int) -> None:
     ddp, optimizer, wire = attached(DiLoCo(2))
     step(ddp, optimizer, rank, 0)
     if rank == 1:
-        settle = wire._runner.strategy._peers.engine.settle
+        settle = wire._runner.strategy.membership._engine.settle
 
         def interrupt(which: Any = None) -> None:
-            wire._runner.strategy._peers.engine.settle = settle
+            wire._runner.strategy.membership._engine.settle = settle
             raise KeyboardInterrupt
 
-        wire._runner.strategy._peers.engine.settle = interrupt
+        wire._runner.strategy.membership._engine.settle = interrupt
         with pytest.raises(KeyboardInterrupt):
             step(ddp, optimizer, rank, 1)
         assert len(own(wire.state_dict())["averaging"]["in_flight"]) == 1
@@ -264,7 +264,7 @@ def drift(rank: int) -> None:
     for number in range(3):
         step(ddp, optimizer, rank, number)
     if rank == 1:
-        wire._runner.strategy._anchors["0.weight"][0, 0] += 1
+        wire._runner.strategy.replica.anchors["0.weight"][0, 0] += 1
     with pytest.raises(thinwire.DriftError, match=r"parameter '0.weight' on rank 1"):
         step(ddp, optimizer, rank, 3)
 

@@ -152,7 +152,7 @@ def unfit(rank: int, world_size: int) -> None:
     for broken, said in [
         (None, "no valid entry 'averaging'"),
         ({**averaging, "step": -1}, "averaging step=-1 must be a whole number"),
-        ({**averaging, "apart": 1}, "averaging apart=1 must be True or False"),
+        ({**averaging, "window": -1}, "averaging window=-1 must be a whole number"),
         ({**averaging, "outer": None}, "the state has no anchors, but 2 steps since the warm-up"),
         ({**averaging, "in_flight": [{**flight, "due": 9}]}, "not due within 1 steps of step 2"),
         ({**averaging, "parameters": {"x": torch.ones(1)}}, "the state's parameters are not this model's"),

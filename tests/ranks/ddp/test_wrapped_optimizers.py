@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.models import batch, flat_parameters, mlp
 from thinwire.ddp_comm_hooks.optimizer_overlap_hooks import register_optimizer_overlap
 from thinwire.models.ddp.model import parameters_of
-from thinwire.options import optimizers_of
+from thinwire.step.options import optimizers_of
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

@@ -322,7 +322,7 @@ def test_ranks_that_wait_in_fsdps_own_collectives_raise_too_when_the_wire_is_dow
     results = run_ranks(one_evaluates_alone, 4, group_timeout=600)
     for rank, other in ((0, 2), (1, 3)):
         assert f"rank {rank} waited" in results[rank][0]
-        assert f"No word from rank {other}" in results[rank][0]
+        assert f"Rank {other} did not respond" in results[rank][0]
     for rank in (2, 3):
         assert len(results[rank]) == 2, "no rank hangs, and none trains on"
         assert "the exchange between replicas is down: rank" in results[rank][-1]
@@ -513,7 +513,7 @@ def test_an_owners_gradients_of_its_own_shard_are_not_rounded(world_size: int) -
 
 
 def drawn(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=2, stochastic=True))
+    reduce_scatter = CompressedReduceScatter(thinwire.Quantize(bits=4, stochastic=True))
     gradients = torch.randn(world_size, world_size, 40, generator=torch.Generator().manual_seed(0))
     group, found = dist.group.WORLD, []
     assert group is not None

@@ -122,7 +122,7 @@ def bereft(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_rank_that_dies_before_its_node_connects_is_named() -> None:
     for kind, text in run_ranks(bereft, 4, dies={3})[:3]:
         assert kind == "WireError"
-        assert "No word from rank 3:" in text
+        assert "Rank 3 did not respond:" in text
 
 
 def reloaded(rank: int, world_size: int) -> None:

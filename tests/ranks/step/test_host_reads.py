@@ -21,7 +21,7 @@ from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from thinwire.ddp_comm_hooks.default_hooks import allreduce_hook
 from thinwire.optim import ZeroRedundancyOptimizer
-from thinwire.step.transaction import StepTransaction
+from thinwire.step.runner import AttachedRun
 from thinwire.strategies.zero.overlap import Overlap
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class Reads(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch, self:
             patch.setattr(torch.Tensor, "tolist", listed)
-            patch.setattr(StepTransaction, "settle", self.settled(StepTransaction.settle))
+            patch.setattr(AttachedRun, "settle", self.settled(AttachedRun.settle))
             patch.setattr(Overlap, "_finish", self.settled(Overlap._finish))
             yield
 
@@ -134,7 +134,7 @@ def reads(rank: int, world_size: int, names: list[str]) -> dict[str, list[tuple[
         wire = thinwire.attach(ddp, make(), **options)
         runner = wire._runner
         own = getattr(runner.strategy, "_engine", None)
-        as_on_an_accelerator(runner.reducer.engine, *([own] if own else []))
+        as_on_an_accelerator(runner.engine, *([own] if own else []))
         counts = []
         for step in range(4):
             loss = scaler.scale(ddp(batch(rank, step)).square().mean())
@@ -199,7 +199,7 @@ def curious(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
 
 def watched(rank: int, world_size: int) -> tuple[int, int]:
     ddp = DDP(mlp())
-    engine = thinwire.attach(ddp, curious)._runner.reducer.engine
+    engine = thinwire.attach(ddp, curious)._runner.engine
     as_on_an_accelerator(engine)
     with (seen := Reads()).watching():
         ddp(batch(rank, 0)).square().mean().backward()

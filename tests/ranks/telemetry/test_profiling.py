@@ -23,7 +23,7 @@ def ranges(rank: int, world_size: int) -> dict[str, dict[str, int]]:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         options: dict[str, Any] = {"optimizer": optimizer} if stages == 0 else {}
         wire = thinwire.attach(ddp, program, rules=(), **options)
-        wire._runner.reducer.engine._inline = True  # the profiler sees this thread
+        wire._runner.engine._inline = True  # the profiler sees this thread
         for step in range(3):
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 ddp(batch(rank, step)).square().mean().backward()

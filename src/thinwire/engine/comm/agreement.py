@@ -40,8 +40,8 @@ SetUp = Mapping[str, str | Described]
 
 def shown(values: Sequence[Described]) -> list[str]:
     """Return different values as the user wrote them, or in full if they would look the same."""
-    written = [one.written for one in values]
-    return written if len(set(written)) == len(values) else [one.full for one in values]
+    written = [value.written for value in values]
+    return written if len(set(written)) == len(values) else [value.full for value in values]
 
 
 def set_up_of(
@@ -85,6 +85,7 @@ def agree_on(set_up: SetUp, rendezvous: StoreRendezvous, limit: timedelta, topic
         MismatchError: Set-ups differ, or a rank called `decline`. Raised on every rank, with the differences.
         WireError: A rank did not call it in time.
     """
+    # Digests first: whole set-ups name every parameter, and only set-ups that differ must be shown.
     full = full_texts(set_up)
     digests = rendezvous.gather(topic, hashlib.sha256(json.dumps(full).encode()).hexdigest(), limit)
     if len(set(digests)) == 1:

@@ -114,6 +114,8 @@ def unresponsive(communicator: Communicator, op: object) -> str:
         reports = rendezvous.reports(communicator.report_limit)
     except RuntimeError:
         return "The store does not answer either: its host, often rank 0's, has died or is frozen."
+    # All ranks that failed report within this time: a rank whose program failed closes its connections, which
+    # fails its peers' collectives at once. Who is silent at the end of it is dead, frozen, or elsewhere.
     others = {
         peer: f"Rank {rendezvous.ranks[peer]} {text}." for peer, text in reports.items() if peer != rank
     }
@@ -123,5 +125,6 @@ def unresponsive(communicator: Communicator, op: object) -> str:
     taking_part = getattr(op, "ranks", None) or range(size)
     silent = [peer for peer in silent if peer in taking_part] or silent
     if silent:
-        return f"No word from {rendezvous.text(silent)}: dead, stalled, or not taking part in this step."
+        named, they = rendezvous.text(silent).capitalize(), "it" if len(silent) == 1 else "they"
+        return f"{named} did not respond: {they} died, stalled, or skipped this step."
     return " ".join(others.values())

@@ -121,7 +121,7 @@ def _backend_holders(group: dist.ProcessGroup) -> list[object]:
         return []
     wrapper = private(distributed_c10d, "_ProcessGroupWrapper")
     backends = [private(group, "_get_backend")(device) for device in private(group, "_device_types")]
-    return [wrapper(one, one) for one in backends if isinstance(one, dist.ProcessGroupGloo)]
+    return [wrapper(held, held) for held in backends if isinstance(held, dist.ProcessGroupGloo)]
 
 
 def torch_version() -> tuple[int, int]:

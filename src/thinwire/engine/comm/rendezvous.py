@@ -71,6 +71,9 @@ class StoreRendezvous:
         occasion = self.post(topic, text)
         keys = self._keys(topic, occasion)
         absent = self._await(keys, limit, topic)
+        # Rank 0 gives up on rank 2 at the limit. A moment later rank 2 arrives, finds everybody's text, and
+        # would go on alone. So the first rank to finish waiting writes the verdict (`compare_set` keeps the
+        # first value), and all ranks act on it, not on what they have seen themselves.
         verdict = f"thinwire/{topic}/{occasion}/verdict"
         wanted = self.text(absent) if absent else _MET
         agreed = self.ask(lambda store: store.compare_set(verdict, "", wanted).decode())
@@ -105,6 +108,7 @@ class StoreRendezvous:
         """Report a failure of this rank to the others. Only the first report is kept."""
         if not self._reported:
             self._reported = True
+            # The text before the flag, because a rank that finds the flag reads the texts at once.
             self.ask(lambda store: store.set(f"thinwire/failure/{self.rank}", text), limit)
             self.ask(lambda store: store.set(_FAILED, ""), limit)
 
@@ -186,6 +190,7 @@ class StoreRendezvous:
             raise self._silence("has still not answered an earlier request")
         answers: list[tuple[Answer | None, BaseException | None]] = []
 
+        # A thread for each call: calls are rare, and so no thread has to be stopped at exit.
         def ask() -> None:
             try:
                 answers.append((question(), None))

@@ -1,10 +1,7 @@
-"""The private calls into DistributedDataParallel, its reducer, optimizers, autograd and dynamo, in one place.
+"""The private calls into DistributedDataParallel, its reducer and dynamo, in one place.
 
 | name | purpose | since |
 |---|---|---|
-| `_C._current_graph_task_id` | whether autograd runs | 2.6 |
-| `Variable._execution_engine` | queues callbacks for the end of backward | 2.6 |
-| `Tensor._version` | whether a gradient was changed in place | 2.6 |
 | `DDP._comm_hooks`, `_use_python_reducer`, `_join_config` | how a model is set up | 2.6 |
 | `DDP._active_ddp_module` | the model whose forward runs | 2.6 |
 | `DDP.parameters_to_ignore` | the tensors that DDP leaves out | 2.6 |
@@ -17,7 +14,6 @@
 | `Parameter._fp_param`, `_mp_param`, `_ddp_mp_hook_state`, `_ddp_ignored` | DDP's mixed precision | 2.6 |
 | `distributed.utils._free_storage` | frees a low-precision copy | 2.6 |
 | `Parameter._in_backward_optimizers` | the optimizers that step a parameter in backward | 2.6 |
-| `Optimizer._optimizer_step_pre_hooks` and five more | the hooks of an optimizer that wraps another | 2.6 |
 | `distributed._functional_collectives.all_reduce` | a collective that dynamo can trace | 2.6 |
 | `_dynamo_marked_constant`, `torch._dynamo` | hooks that dynamo traces | 2.6 |
 
@@ -28,37 +24,19 @@ Since: the oldest inspected version that has it. All but one are in 2.6, 2.9, 2.
 import importlib
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.step.autograd import queue_callback
 from thinwire.version import private
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_STATE_HOOKS = {
-    "before saving": "_optimizer_state_dict_pre_hooks",
-    "after saving": "_optimizer_state_dict_post_hooks",
-    "before loading": "_optimizer_load_state_dict_pre_hooks",
-    "after loading": "_optimizer_load_state_dict_post_hooks",
-}
 _IN_BACKWARD = "_in_backward_optimizers"
 _MIXED_PRECISION_HOOK = "_ddp_mp_hook_state"
-
-
-def in_backward() -> bool:
-    """Return whether autograd is running. Ranks without inputs (Join) call hooks outside of it."""
-    return bool(private(torch._C, "_current_graph_task_id")() != -1)
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward has computed all gradients, after callbacks queued earlier."""
-    private(Variable, "_execution_engine").queue_callback(callback)
 
 
 def after_ddp_finishes(callback: Callable[[], None]) -> None:
@@ -149,7 +127,7 @@ def reduced_parameters(ddp: DistributedDataParallel) -> set[int]:
     Calling this function inside a hook deadlocks, because DDP holds the lock that listing its buckets takes.
     """
     buckets = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
-    return {id(one) for bucket in buckets for one in bucket.parameters()}
+    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
 
 
 def reduced_count(ddp: DistributedDataParallel) -> int:
@@ -167,33 +145,7 @@ def use_counts(ddp: DistributedDataParallel) -> list[int]:
     return counts
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of a tensor."""
-    return int(private(tensor, "_version"))
-
-
-# Optimizers
-
-
-def step_hooks(optimizer: Optimizer) -> "OrderedDict[int, Any] | None":
-    """Return an optimizer's own hooks before steps, or None if it was never initialised."""
-    return vars(optimizer).get(_STEP_HOOKS[0])
-
-
-def no_step_hooks() -> dict[str, Any]:
-    """Return the attributes of an optimizer without step hooks."""
-    return {name: OrderedDict() for name in _STEP_HOOKS}
-
-
-def state_hooks(optimizer: Optimizer, when: str) -> list[Callable[..., Any]]:
-    """Return an optimizer's hooks `"before saving"`, `"after saving"`, `"before loading"` or after it."""
-    return list(private(optimizer, _STATE_HOOKS[when]).values())
-
-
-def share_state_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
-    """Share the inner optimizer's hooks for saving and loading with its wrapper, if it has any."""
-    for name in _STATE_HOOKS.values():
-        setattr(wrapper, name, getattr(optimizer, name, private(wrapper, name)))
+# Optimizers in backward
 
 
 def in_backward_optimizers(parameter: torch.Tensor) -> list[Optimizer]:
@@ -286,7 +238,7 @@ def replicated(module: torch.nn.Module) -> DistributedDataParallel | None:
 def surrounding_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the DDP model in whose forward a module's forward begins, or None if there is none."""
     active: DistributedDataParallel | None = private(DistributedDataParallel, "_active_ddp_module")
-    if active is not None and any(module is one for one in active.module.modules()):
+    if active is not None and any(module is inner for inner in active.module.modules()):
         return active
     return replicated(module)
 

@@ -1,34 +1,91 @@
-"""The interface of a DistributedDataParallel model: named tensors, hooks, a process group."""
+"""A DistributedDataParallel model: named tensors, a process group, and the hook that takes its buckets."""
+
+# DDP inspects a hook's annotations and rejects strings, so no `from __future__ import annotations` here.
 
 import math
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.engine.comm.agreement import SetUp
 from thinwire.engine.ops import AllReduce
-from thinwire.errors import AttachError, UnavailableError
+from thinwire.errors import AttachError, ThinwireError, UnavailableError, WireError
 from thinwire.models.ddp import internals
 from thinwire.programs.parameter_names import original_name
+from thinwire.step.autograd import in_backward
+from thinwire.step.runner import AttachedRun, Choice
+from thinwire.step.strategy import needs_ddp
 
 
-class Model:
-    """A weak handle to a DDP model. It does not keep the model alive."""
+def thinwire_hook(
+    run: AttachedRun, bucket: dist.GradBucket, choice: Choice | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket. The only hook that `attach` registers; torch-named hooks call it with a choice.
+
+    Args:
+        run: The run of the model.
+        bucket: The bucket that DDP passes.
+        choice: The programs of a torch-named hook. None takes the strategy's.
+
+    Returns:
+        A future of the tensor that DDP writes to the gradients.
+
+    Raises:
+        UnavailableError: The bucket comes from compiled autograd.
+        WireError: The backward before this one was interrupted, or a collective failed.
+    """
+    model = run.model
+    assert isinstance(model, DDPModel), "DDP calls this hook"
+    if not isinstance(bucket, dist.GradBucket):
+        check_bucket(bucket)
+    parameters, buffer, names = bucket.parameters(), bucket.buffer(), model.names
+    index, last = model.sequence.take(bucket.index(), bucket.is_last(), len(parameters), run.steps.count)
+    return run.bucket_ready(
+        buffer,
+        tuple([names[id(parameter)] for parameter in parameters]),
+        # DDP's buffer holds complex numbers as pairs of real ones.
+        tuple(
+            [
+                torch.Size((*each.shape, 2)) if each.is_complex() and not buffer.is_complex() else each.shape
+                for each in parameters
+            ]
+        ),
+        index=index,
+        last=last,
+        strided_as=parameters,
+        choice=choice,
+    )
+
+
+class DDPModel:
+    """A weak handle to a DDP model. It does not keep the model alive.
+
+    Args:
+        ddp: The model.
+        group: The ranks to average over. None is the model's own group.
+    """
 
     reduces_gradients = True
     shard_key: str | None = None
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> None:
         self._ddp = weakref.ref(ddp)
-        self.group: dist.ProcessGroup = ddp.process_group
-        self.device = next(iter(parameters_of(ddp).values())).device
+        parameters = parameters_of(ddp)
+        self.group: dist.ProcessGroup = ddp.process_group if group is None else group
+        self.device = next(iter(parameters.values())).device
         self.static_graph: bool = ddp.static_graph
         self.find_unused_parameters: bool = ddp.find_unused_parameters
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.sequence = _Sequence(ddp)
         self._reduced: list[str] | None = None
         """The names of DDP's own list of parameters, computed when first needed."""
+        self._foresees = False
+        """Whether DDP's final buckets are laid out early, because the wire's saved state contains them."""
 
     def ddp(self, what: str = "this call") -> DistributedDataParallel:
         """Return the DDP model; raise AttachError, naming the call `what`, if it is gone."""
@@ -36,11 +93,6 @@ class Model:
         if ddp is None:
             raise AttachError(f"{what} was called on a wire whose DDP model is gone: attach to a new one")
         return ddp
-
-    @property
-    def alive(self) -> bool:
-        """True while the DDP model exists."""
-        return self._ddp() is not None
 
     def module(self, what: str = "this call") -> torch.nn.Module:
         """Return the user's module inside the DDP model; raise AttachError if it is gone."""
@@ -59,11 +111,11 @@ class Model:
     def unreduced(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that DDP does not average, because they were frozen when it was made."""
         ddp, parameters = self.ddp(), self.parameters()
-        trained = sum(one.requires_grad for one in parameters.values())
+        trained = sum(parameter.requires_grad for parameter in parameters.values())
         if trained == len(parameters) == internals.reduced_count(ddp):
             return {}
         members = internals.reduced_parameters(ddp)
-        return {name: one for name, one in parameters.items() if id(one) not in members}
+        return {name: tensor for name, tensor in parameters.items() if id(tensor) not in members}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name. Every rank holds all of each parameter."""
@@ -100,11 +152,11 @@ class Model:
         shared: dict[str, torch.Tensor] = dict(self.parameters())
         if with_buffers or self.broadcasts_buffers:
             shared |= self.buffers()
-        tensors = {id(one) for one in shared.values()}  # one tensor may have several names
+        tensors = {id(tensor) for tensor in shared.values()}  # one tensor may have several names
         module = internals.wrapped_module(self.ddp("save_checkpoint"))
         state = module.state_dict(keep_vars=True)
-        names = {original_name(name): one for name, one in state.items()}
-        return {name for name, one in names.items() if name not in shared and id(one) not in tensors}
+        names = {original_name(name): value for name, value in state.items()}
+        return {name for name, value in names.items() if name not in shared and id(value) not in tensors}
 
     @property
     def broadcasts_buffers(self) -> bool:
@@ -138,7 +190,7 @@ class Model:
             return set()
         if self._reduced is None:
             members = internals.reduced_parameters(ddp)
-            self._reduced = [name for name, one in parameters_of(ddp).items() if id(one) in members]
+            self._reduced = [name for name, tensor in parameters_of(ddp).items() if id(tensor) in members]
         counts = internals.use_counts(ddp)
         return {name for name, count in zip(self._reduced, counts, strict=True) if not count}
 
@@ -159,7 +211,7 @@ class Model:
 
     def ddp_bytes(self) -> int:
         """Return the bytes that this rank would send in one step with plain DDP, which sums all gradients."""
-        total = sum(one.nbytes for one in self.parameters().values() if one.requires_grad)
+        total = sum(each.nbytes for each in self.parameters().values() if each.requires_grad)
         gradients = torch.empty(total, dtype=torch.uint8, device="meta")
         return AllReduce(gradients).bytes_sent(0, self.group.size())
 
@@ -169,6 +221,130 @@ class Model:
             if parameter.grad is not None:
                 parameter.grad.mul_(math.nan) if parameter.grad.is_sparse else parameter.grad.fill_(math.nan)
 
+    def check_hooks(self) -> None:
+        """Raise if DDP has another communication hook, or calls none with buckets."""
+        ddp = self.ddp("attach")
+        if internals.uses_python_reducer(ddp):
+            raise_python_reducer("torch._dynamo.config.optimize_ddp was 'python_reducer' when DDP was made")
+        for hook in internals.comm_hooks(ddp):
+            if hook is thinwire_hook:
+                raise AttachError("this model has a wire already: use wire.swap(program) to change it")
+            raise AttachError(
+                f"this model has the communication hook {hook.__qualname__!r} already, and DDP"
+                " accepts only one: wrap the module in a new DistributedDataParallel"
+            )
+
+    def connect_shards(self, set_up: SetUp, limit: timedelta | None) -> None:
+        """Do nothing: every rank has the whole model."""
+
+    def register(self, run: AttachedRun) -> None:
+        """Register `thinwire_hook`, which DDP calls with each bucket."""
+        self._foresees = True
+        try:
+            self.ddp("attach").register_comm_hook(run, thinwire_hook)
+        except RuntimeError as error:
+            raise AttachError(f"DDP did not accept the hook: {error}") from error
+
+    def agree_finite(self, finite: torch.Tensor, step: int, overflowed: bool) -> torch.Tensor:
+        """Return `finite`: all ranks have the same means."""
+        return finite
+
+    def write_means(self, run: AttachedRun, committed: bool) -> None:
+        """Lay out DDP's final buckets after its first backward, instead of in the next forward.
+
+        DDP itself has written the means. A state that is saved between both would lack the final groups. The
+        call is collective, so it does nothing inside Join, where a rank without inputs rebuilds its buckets
+        at another point, in the forward that Join runs for it.
+        """
+        ddp, layout = self._ddp(), run.layout
+        if not self._foresees or ddp is None:
+            return
+        if not committed:
+            layout.repeat()
+        if layout.held is not None or internals.has_rebuilt_buckets(ddp) or internals.joins(ddp):
+            return
+        buckets = internals.rebuild_buckets(ddp)
+        if buckets is not None:
+            layout.foresee(
+                tuple(tuple(self.names[id(held)] for held in bucket.parameters()) for bucket in buckets)
+            )
+
+    def report(self, error: ThinwireError) -> None:
+        """Do nothing: all ranks of the model are on the wire, which reports its failures."""
+
+
+class _Sequence:
+    """The numbers of a step's buckets, in ascending order, with the last one marked.
+
+    In the first backward under static_graph, DDP passes all buckets at the end, numbers each of them 0 and
+    marks none as the last. This class counts them then.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._latest = -1
+        self._taken = 0
+        self._all = _reduced_count(ddp)
+        self._delayed: bool = ddp.static_graph
+        """Whether the next backward is the first under static_graph."""
+
+    def take(self, index: int, last: bool, size: int, step: int) -> tuple[int, bool]:
+        """Return a bucket's number, and whether it is the step's last.
+
+        Args:
+            index: DDP's number of the bucket.
+            last: Whether DDP marks it as the last.
+            size: The number of its parameters.
+            step: The number of the step, for the error.
+
+        Raises:
+            WireError: The backward before this one was interrupted.
+        """
+        if self._delayed and self._taken + size <= self._all:
+            index, last = self._latest + 1, last or self._taken + size == self._all
+        if index <= self._latest:
+            raise WireError(
+                f"bucket {index} arrived while step {step} was not finished: its backward was"
+                f" interrupted after bucket {self._latest}, so ranks may have diverged; resume from a"
+                " checkpoint"
+            )
+        self._latest = -1 if last else index
+        self._taken = 0 if last else self._taken + size
+        self._delayed = self._delayed and not last
+        return index, last
+
+
+def _reduced_count(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters in DDP's buckets, which trained when DDP was constructed.
+
+    Inside a hook, where torch-named hooks make a handle, DDP holds the lock that listing its buckets takes.
+    There it returns the number of parameters that train now.
+    """
+    if ddp.static_graph and not in_backward():
+        return len(internals.reduced_parameters(ddp))
+    return sum(parameter.requires_grad for parameter in parameters_of(ddp).values())
+
+
+def require_ddp(model: object, what: object) -> DDPModel:
+    """Return the handle of a DDP model; raise OptionError, naming the option `what`, for other models."""
+    if isinstance(model, DDPModel):
+        return model
+    raise needs_ddp(what)
+
+
+def check_bucket(bucket: object) -> None:
+    """Raise UnavailableError if a hook was called by compiled autograd's Python reducer."""
+    if not isinstance(bucket, dist.GradBucket):
+        raise_python_reducer(f"the hook was called with a {type(bucket).__name__}")
+
+
+def raise_python_reducer(what: str) -> None:
+    """Raise UnavailableError, with the ways to avoid the Python reducer."""
+    raise UnavailableError(
+        f"{what}: compiled autograd's Python reducer has no buckets; set torch._dynamo.config.optimize_ddp ="
+        " 'ddp_optimizer' before the model is wrapped, or register allreduce_hook, fp16_compress_hook or"
+        " bf16_compress_hook of thinwire.ddp_comm_hooks"
+    )
+
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that DDP keeps equal, by their names in the wrapped module.
@@ -177,16 +353,10 @@ def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]
     gradients.
     """
     ignored = internals.ignored_names(ddp)
-    own = {id(one) for one in ddp.module.parameters()}  # `replicate` may leave out some of the module's
+    # `replicate` may leave out some of the module's parameters.
+    own = {id(parameter) for parameter in ddp.module.parameters()}
     return {
-        original_name(name): one
-        for name, one in internals.wrapped_module(ddp).named_parameters()
-        if internals.lookup_name(name) not in ignored and id(one) in own
+        original_name(name): parameter
+        for name, parameter in internals.wrapped_module(ddp).named_parameters()
+        if internals.lookup_name(name) not in ignored and id(parameter) in own
     }
-
-
-def remove_handles(handles: list[Any]) -> None:
-    """Remove hooks by their handles, once."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()

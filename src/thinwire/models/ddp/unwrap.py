@@ -70,8 +70,8 @@ def _why(model: object) -> str:
     for kind in type(model).__mro__:
         if kind.__name__ in _OTHERS:
             return _OTHERS[kind.__name__]
-    if isinstance(model, nn.Module) and any(type(one).__name__ == _FSDP1 for one in model.modules()):
+    if isinstance(model, nn.Module) and any(type(inner).__name__ == _FSDP1 for inner in model.modules()):
         return f"a module in it is sharded: {_OTHERS[_FSDP1]}"
-    if isinstance(model, nn.Module) and any(hasattr(one, "device_mesh") for one in model.parameters()):
+    if isinstance(model, nn.Module) and any(hasattr(each, "device_mesh") for each in model.parameters()):
         return "its parameters are DTensors of a device mesh, which thinwire does not exchange: use plain DDP"
     return _WRAP

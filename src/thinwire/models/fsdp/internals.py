@@ -32,7 +32,7 @@ def is_sharded(module: object) -> bool:
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules inside a model on which `fully_shard` was called, one for each of FSDP's states."""
-    found = {id(private(one, "_get_fsdp_state")()): one for one in model.modules() if is_sharded(one)}
+    found = {id(private(each, "_get_fsdp_state")()): each for each in model.modules() if is_sharded(each)}
     return list(found.values())
 
 
@@ -41,14 +41,14 @@ def parameter_groups(module: Any) -> list[Any]:
     state = private(module, "_get_fsdp_state")()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        one = private(state, "_fsdp_param_group")
-        groups = [] if one is None else [one]
+        only = private(state, "_fsdp_param_group")
+        groups = [] if only is None else [only]
     return [group for group in groups if private(group, "fsdp_params")]
 
 
 def parameters_of(group: Any) -> list[nn.Parameter]:
     """Return the sharded parameters of a group, in the order in which FSDP reduces them."""
-    return [private(one, "sharded_param") for one in private(group, "fsdp_params")]
+    return [private(held, "sharded_param") for held in private(group, "fsdp_params")]
 
 
 def has_hook(group: Any) -> bool:
@@ -61,7 +61,8 @@ def finalizes_manually(model: nn.Module) -> bool:
 
     Then some gradients are reduced after backward has returned.
     """
-    contexts = (private(private(one, "_get_fsdp_state")(), "_state_ctx") for one in sharded_modules(model))
+    states = (private(module, "_get_fsdp_state")() for module in sharded_modules(model))
+    contexts = (private(state, "_state_ctx") for state in states)
     return any(getattr(context, "manual_backward_finalization", False) for context in contexts)
 
 

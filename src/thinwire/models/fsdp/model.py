@@ -13,13 +13,13 @@ from thinwire.engine.pack import local_part
 from thinwire.errors import AttachError, OptionError, UnavailableError
 from thinwire.models.ddp.internals import steps_in_backward
 from thinwire.models.fsdp import internals
-from thinwire.models.local.model import ReplicaModel
+from thinwire.models.local import LocalModel
 from thinwire.programs.parameter_names import original_name
 
 _ONE_MESH = "call fully_shard(module, mesh=mesh['shard']) with one mesh of one dimension for all modules"
 
 
-class ShardedModel(ReplicaModel):
+class ShardedModel(LocalModel):
     """A weak handle to an FSDP2 model: it does not keep the model alive.
 
     Args:
@@ -34,8 +34,8 @@ class ShardedModel(ReplicaModel):
     reduces_gradients = True
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        for one in internals.sharded_modules(module):
-            one.reshard()  # whole parameters may be left from a forward
+        for sharded in internals.sharded_modules(module):
+            sharded.reshard()  # whole parameters may be left from a forward
         self._sharded = _sharded_parameters(module)
         self.mesh = _mesh_of(self._sharded)
         super().__init__(module, group)
@@ -66,7 +66,7 @@ class ShardedModel(ReplicaModel):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each parameter by name, without padding."""
-        return {name: local_part(one) for name, one in self._sharded.items()}
+        return {name: local_part(parameter) for name, parameter in self._sharded.items()}
 
     def on_forward(self, hook: Any) -> Any:
         """Call `hook` at the start of every forward, before FSDP gathers parameters that it may change."""
@@ -90,20 +90,20 @@ class ShardedModel(ReplicaModel):
                 " model.set_manual_backward_finalization(False) on the root module"
             )
 
-    def check_no_hooks(self) -> None:
+    def check_hooks(self) -> None:
         """Raise if another hook is in place of thinwire's, or would see gradients before the exchange."""
         module = self.module("attach")
-        for one in internals.sharded_modules(module):
-            groups = internals.parameter_groups(one)
+        for sharded in internals.sharded_modules(module):
+            groups = internals.parameter_groups(sharded)
             if len(groups) > 1:
                 raise UnavailableError(
-                    f"{type(one).__name__} has {len(groups)} groups of parameters, sharded along different"
-                    f" meshes, and FSDP accepts no hook for them: {_ONE_MESH}"
+                    f"{type(sharded).__name__} has {len(groups)} groups of parameters, sharded along"
+                    f" different meshes, and FSDP accepts no hook for them: {_ONE_MESH}"
                 )
             if any(map(internals.has_hook, groups)):
                 raise AttachError(
-                    f"{type(one).__name__} has an all-reduce hook already, of a wire or of your own, and FSDP"
-                    " accepts one: use wire.swap(program) to change a wire, or shard a new model"
+                    f"{type(sharded).__name__} has an all-reduce hook already, of a wire or of your own, and"
+                    " FSDP accepts one: use wire.swap(program) to change a wire, or shard a new model"
                 )
         for name, parameter in self._sharded.items():
             refuse_hooks(name, parameter)
@@ -120,12 +120,12 @@ def refuse_hooks(name: str, parameter: torch.Tensor, own: int = 0) -> None:
 
 def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     sharded, plain = {}, []
-    for name, one in module.named_parameters():
-        if hasattr(one, "device_mesh"):
-            sharded[original_name(name)] = one
-        elif one.requires_grad:
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            sharded[original_name(name)] = parameter
+        elif parameter.requires_grad:
             plain.append(original_name(name))
-        if one.is_meta:
+        if parameter.is_meta:
             raise AttachError(
                 f"{original_name(name)} is on the meta device: give parameters their values before attach, as"
                 " by model.to_empty(device=...) and their initialisation"
@@ -144,9 +144,9 @@ def _mesh_of(parameters: dict[str, nn.Parameter]) -> Any:
         raise AttachError("the model has no parameters: there is nothing to exchange")
     held: dict[str, Any] = dict(parameters)
     first = next(iter(held.values())).device_mesh
-    for name, one in held.items():
-        mesh = one.device_mesh
-        if any(placement.is_replicate() for placement in one.placements):
+    for name, parameter in held.items():
+        mesh = parameter.device_mesh
+        if any(placement.is_replicate() for placement in parameter.placements):
             raise UnavailableError(
                 f"{name} is replicated by FSDP itself (HSDP, mesh {mesh.mesh_dim_names}), which averages"
                 " gradients uncompressed before any hook: shard with fully_shard(module, mesh=mesh['shard']),"

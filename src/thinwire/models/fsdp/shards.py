@@ -2,17 +2,18 @@
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from thinwire.engine.comm.agreement import SetUp, agree_on
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllGather, AllReduce, Collectives
 from thinwire.engine.task import anew
 from thinwire.errors import ThinwireError
-from thinwire.step.connection import Connection
-from thinwire.step.transaction import StepTransaction
 
 
 class Shards:
@@ -22,20 +23,36 @@ class Shards:
 
     Args:
         group: The ranks that hold the replica together.
-        connection: How to connect to them, with what must be equal for all shards.
         device: The device of the gradients.
     """
 
-    def __init__(self, group: dist.ProcessGroup, connection: Connection, device: torch.device) -> None:
-        self._group, self._connection, self._device = group, connection, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._engine: Engine | None = None
-        self.rendezvous: StoreRendezvous | None = None
-        """Where the ranks of the replica report failures, after `open`."""
+        self._rendezvous: StoreRendezvous | None = None
 
-    def open(self) -> None:
-        """Compare what must be equal for all shards, then make the process group. Collective."""
-        communicator, self._engine = self._connection.open(self._group, self._device)
-        self.rendezvous = communicator.rendezvous
+    @property
+    def rendezvous(self) -> StoreRendezvous:
+        """Where the ranks of the replica report failures."""
+        assert self._rendezvous is not None, "open() comes first"
+        return self._rendezvous
+
+    def open(self, set_up: SetUp, limit: timedelta | None = None) -> None:
+        """Compare what must be equal for all shards, then make the process group. Collective.
+
+        Args:
+            set_up: What must be equal for all shards.
+            limit: The time limit of a collective. None takes that of the group.
+
+        Raises:
+            MismatchError: Set-ups differ between ranks.
+            WireError: A rank did not take part in time.
+        """
+        communicator = GroupCommunicator(self._group, limit)
+        agree_on(set_up, communicator.rendezvous, communicator.limit)
+        communicator.open()
+        self._engine = Engine(communicator, device=self._device)
+        self._rendezvous = communicator.rendezvous  # that of the new group
 
     def all_true(self, flag: torch.Tensor, step: int) -> torch.Tensor:
         """Return whether a scalar bool tensor is true on all ranks of the replica. Collective.
@@ -76,17 +93,3 @@ def _all_true(flag: torch.Tensor) -> Collectives[torch.Tensor]:
 def _gathered(own: torch.Tensor) -> Collectives[torch.Tensor]:
     rows: torch.Tensor = yield AllGather(own)
     return rows
-
-
-class ShardSteps(StepTransaction):
-    """The steps of an FSDP2 model. A failure on one shard's wire is reported to the other shards."""
-
-    shards: Shards | None = None
-
-    def _settle(self) -> None:
-        try:
-            super()._settle()
-        except ThinwireError as error:
-            if self.shards is not None:
-                self.shards.fail(error)
-            raise

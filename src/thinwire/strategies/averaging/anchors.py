@@ -14,7 +14,8 @@ from thinwire.errors import StateError
 class Anchors:
     """Anchors by parameter name, in fragments with one outer optimizer each.
 
-    Anchors have at least float32's precision, because outer steps are small.
+    Anchors have at least float32's precision, because outer steps are small: in bf16 most of them would round
+    to nothing.
 
     Args:
         parameters: The parameters by name, whose values the anchors start from.
@@ -34,15 +35,6 @@ class Anchors:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._anchors[name].detach()
-
-    def pseudo_gradients(
-        self, fragment: int, parameters: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return anchor minus parameter by name, with the anchor rounded to the parameter's dtype first."""
-        return {
-            name: self[name].to(parameters[name].dtype).to(self[name].dtype) - parameters[name].detach()
-            for name in self.fragments[fragment]
-        }
 
     def tune(self, fragment: int, options: Mapping[str, float]) -> None:
         """Set options of a fragment's outer optimizer, such as its learning rate."""
@@ -77,7 +69,7 @@ class Anchors:
             outer.load_state_dict(copied(saved))
 
     def rehearse(self) -> None:
-        """Step once on zero gradients, because only the outer optimizers can validate their state."""
+        """Step once on zero gradients, because only an optimizer itself can validate its state."""
         for number, names in enumerate(self.fragments):
             self.step(number, {name: torch.zeros_like(self[name]) for name in names})
         check_tensors("anchor", {name: self[name] for name in self._anchors}, self._anchors)

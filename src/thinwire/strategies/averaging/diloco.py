@@ -1,7 +1,9 @@
 """DiLoCo. Ranks train locally, and an outer optimizer steps with the mean of their pseudo-gradients."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -13,8 +15,82 @@ from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import DERIVED_OPTIONS
 from thinwire.programs.program import Program
 from thinwire.programs.wrapper import adapt
-from thinwire.strategies.averaging.outer import NESTEROV, tuned_for
+from thinwire.strategies.averaging.anchors import Anchors
 from thinwire.strategies.averaging.policy import Average, Averaging, OuterLoop
+
+_RATE = 0.8
+NESTEROV = partial(torch.optim.SGD, lr=_RATE, momentum=0.5, nesterov=True)
+"""The outer optimizer for up to four replicas. `tuned_for` sets its options for any number."""
+
+
+def tuned_for(replicas: int) -> dict[str, float]:
+    """Return the outer optimizer's learning rate and momentum for a number of replicas.
+
+    >>> tuned_for(2), tuned_for(16)
+    ({'lr': 0.8, 'momentum': 0.5}, {'lr': 0.8, 'momentum': 0.75})
+    """
+    # Adam divides a gradient by its root mean square. A replica's own gradient is noisier than the mean over
+    # W of them, by a factor of up to sqrt(W), so a local step moves the model by that much less than a step
+    # of DDP. lr / (1 - momentum) of about sqrt(W) compensates. For two and four replicas 1.6 was good at low
+    # and at tuned learning rates (docs/design/decisions.md).
+    return {"lr": _RATE, "momentum": 1 - 1 / max(2.0, math.sqrt(replicas))}
+
+
+# The update. After H inner steps from the anchor a, replica i holds the parameters x_i.
+#
+#   D_i = a - x_i              pseudo-gradient                         `pseudo_gradients`
+#   D   = mean of D_i          the exchange, by the option `program`   `Membership.exchange`
+#   a   = OuterOpt(a, D)       Nesterov                                `outer_step`
+#   x_i = a                    the next H inner steps start here       `outer_step`
+#
+# SparseLoCo and Int4 differ in `program` alone, which keeps as a residual what it did not send of D_i.
+# Streaming DiLoCo applies these lines to one fragment of the parameters at a time. Its overlap delays the
+# third line by some inner steps, and mixing keeps a share of them in the fourth.
+
+
+def pseudo_gradients(
+    anchors: Anchors, parameters: Mapping[str, torch.Tensor], fragment: int
+) -> dict[str, torch.Tensor]:
+    """Return D_i = a - x_i of a fragment, by name."""
+    # `a` is first rounded to what the parameters can hold. A bf16 model starts its window from that value.
+    # Measured from the exact anchor, replicas that have not moved at all would push it back to a bf16 number,
+    # and outer steps below bf16's precision would be lost.
+    return {
+        name: anchors[name].to(parameters[name].dtype).to(anchors[name].dtype) - parameters[name].detach()
+        for name in anchors.fragments[fragment]
+    }
+
+
+def outer_step(
+    anchors: Anchors,
+    parameters: Mapping[str, torch.Tensor],
+    fragment: int,
+    mean: Mapping[str, torch.Tensor],
+    loop: OuterLoop,
+    replicas: int,
+) -> None:
+    """Apply the mean pseudo-gradient of a fragment to its anchors, then the anchors to the parameters.
+
+    Every replica calls it with the same mean, and the outer optimizer's state is equal on all of them. So the
+    new anchors are, too, and need not be sent.
+
+    Args:
+        anchors: a, with the outer optimizers.
+        parameters: x_i, written in place.
+        fragment: The fragment that was exchanged.
+        mean: D, by name.
+        loop: The outer optimizer's options.
+        replicas: The number of replicas that contributed to D.
+    """
+    # a = OuterOpt(a, D), with D in place of a gradient.
+    if loop.tuning is not None:
+        anchors.tune(fragment, loop.tuning(replicas))
+    anchors.step(fragment, mean)
+    # x_i = a. With overlap, x_i has moved on since D_i was taken: mixing * x_i + (1 - mixing) * a.
+    for name in anchors.fragments[fragment]:
+        anchor, parameter = anchors[name], parameters[name]
+        mixed = anchor.lerp(parameter.to(anchor.dtype), loop.mixing) if loop.mixing else anchor
+        parameter.copy_(mixed)
 
 
 @dataclass(frozen=True, repr=False)

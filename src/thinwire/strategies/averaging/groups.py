@@ -1,16 +1,19 @@
 """Disjoint groups of a model's ranks that average among themselves."""
 
 import json
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
 from thinwire.codecs.checks import is_whole
 from thinwire.engine.comm.group_communicator import GroupCommunicator
+from thinwire.engine.comm.rendezvous import StoreRendezvous
 from thinwire.errors import MismatchError, OptionError
-from thinwire.strategies.averaging.nodes import ranks_on_this_node
 
 NODE: Literal["node"] = "node"
 
@@ -88,10 +91,20 @@ def _members_of_own(
     groups = [json.loads(text) for text in texts]
     for rank, ranks in enumerate(groups):
         if rank not in ranks or any(groups[other] != ranks for other in ranks):
-            named = [[all_ranks[member] for member in one] for one in groups]
+            named = [[all_ranks[member] for member in members] for members in groups]
             raise MismatchError(
                 f"rank {all_ranks[rank]} gave a process group of the ranks {named[rank]}, which is not what"
                 f" those ranks gave: {named}. Each rank must pass the group that it is in, as"
                 " new_subgroups returns it"
             )
     return tuple(own)
+
+
+def ranks_on_this_node(rendezvous: StoreRendezvous, limit: timedelta) -> tuple[int, ...]:
+    """Return the ranks on this rank's node. Collective.
+
+    A node is identified by torchrun's GROUP_RANK, or else by its host name. Nodes may differ in size.
+    """
+    own = os.environ.get("GROUP_RANK") or socket.gethostname()
+    nodes = rendezvous.gather("nodes", own, limit)
+    return tuple(rank for rank, node in enumerate(nodes) if node == own)

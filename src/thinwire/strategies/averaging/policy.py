@@ -16,10 +16,11 @@ from thinwire.programs.program import Program
 from thinwire.programs.wrapper import adapt
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.averaging.groups import Groups, check_groups
-from thinwire.strategies.averaging.outer import Tuning
 
 Buffers: TypeAlias = Literal["mean", "rank0", "local"]
 OptimizerState: TypeAlias = Literal["local", "mean", "reset"]
+Tuning: TypeAlias = Callable[[int], dict[str, float]]
+"""A function from the number of replicas to options of the outer optimizer's parameter groups."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class Averaging(Configuration):
     @abstractmethod
     def due(self, step: int) -> Sequence[Average]:
         """Return the averages to start after a step.
+
+        The first average comes after a whole period. torch's averager averages after the first local step,
+        when models hardly differ yet.
 
         Args:
             step: The number of steps taken since the end of the warm-up.

@@ -30,7 +30,7 @@ def share_buffers(buffers: Sequence[torch.Tensor], how: str, size: int) -> Colle
             flat = yield AllReduce(precise.mul_(1 / size))
         else:
             flat = yield Broadcast(flat, src=0)
-        for buffer, shared in zip(alike, unpack(flat, [one.shape for one in alike]), strict=True):
+        for buffer, shared in zip(alike, unpack(flat, [held.shape for held in alike]), strict=True):
             buffer.copy_(shared)
     return done
 
@@ -44,11 +44,12 @@ def one_state(
     the first rank. The state of a parameter is cleared on all ranks if a rank has none, or has state other
     than numbers.
     """
-    states = [[one.state.get(parameter, {}) for one in optimizers] for parameter in parameters]
+    states = [[optimizer.state.get(parameter, {}) for optimizer in optimizers] for parameter in parameters]
     counts = [sum(map(_count, found)) for found in states]
     equal = yield from _alike(counts, parameters[0].device, size)
     alike = [same and count >= 0 for same, count in zip(equal, counts, strict=True)]
-    reset_states([one for one, same in zip(parameters, alike, strict=True) if not same], optimizers)
+    unlike = [parameter for parameter, same in zip(parameters, alike, strict=True) if not same]
+    reset_states(unlike, optimizers)
     others = [
         (state, key)
         for parameter, found, same in zip(parameters, states, alike, strict=True)
@@ -59,7 +60,9 @@ def one_state(
     if others:
         precise = [_precise(state[key]) for state, key in others]
         flat = yield Broadcast(pack(precise).to(parameters[0].device), src=0)
-        for (state, key), first in zip(others, unpack(flat, [one.shape for one in precise]), strict=True):
+        for (state, key), first in zip(
+            others, unpack(flat, [number.shape for number in precise]), strict=True
+        ):
             value = state[key]
             state[key] = value.copy_(first) if isinstance(value, torch.Tensor) else type(value)(first.item())
     return (yield from mean_of_states(parameters, optimizers, size))
@@ -78,7 +81,7 @@ def mean_of_states(
     for dtype in dict.fromkeys(state.dtype for state in common):
         alike = [state for state in common if state.dtype == dtype]
         flat = yield AllReduce(pack(alike).mul_(1 / size))
-        for state, mean in zip(alike, unpack(flat, [one.shape for one in alike]), strict=True):
+        for state, mean in zip(alike, unpack(flat, [held.shape for held in alike]), strict=True):
             state.copy_(mean)
     return _nothing()
 

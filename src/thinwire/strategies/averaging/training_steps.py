@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from thinwire.amp.skipped_steps import SkippedSteps
 from thinwire.engine.futures import at_work
 from thinwire.engine.pack import local_part
-from thinwire.models.ddp.model import remove_handles
-from thinwire.step.model import AttachedModel
+from thinwire.step.autograd import remove_handles
+from thinwire.step.model import Model
 
 _LONG_WITHOUT_A_STEP = 10
 _CERTAIN = 2
@@ -44,7 +44,7 @@ class TrainingSteps:
     micro-batch counts as a step, with a warning once the loop is seen to accumulate.
     """
 
-    def __init__(self, model: AttachedModel, optimizers: Sequence[Optimizer], listener: Listener) -> None:
+    def __init__(self, model: Model, optimizers: Sequence[Optimizer], listener: Listener) -> None:
         self.open = False
         """Whether a backward has run whose step has not ended."""
         self._listener = listener
@@ -96,6 +96,9 @@ class TrainingSteps:
             self._listener.end()
 
     def _forward(self) -> None:
+        # The loop on this rank skipped its optimizer step, say after a bad loss, and the other ranks have
+        # ended theirs and may wait in an exchange. Every rank runs a forward next, so this rank ends the step
+        # here, before its own forward. Waiting for the optimizer would deadlock.
         if self.open and not self._in_closure:
             self._without += not self._stepped
             self._left = (
@@ -115,7 +118,7 @@ class TrainingSteps:
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wrap the user's closure, so that its forwards and backwards belong to this step."""
-        if id(optimizer) in self._stepping:  # its previous step raised an exception
+        if id(optimizer) in self._stepping:  # its previous step raised an exception, and has not ended
             self.cut_short()
         self._stepping.add(id(optimizer))
         if len(args) > 1 and callable(args[1]):
@@ -169,7 +172,7 @@ class TrainingSteps:
 
 def _some_gradient(parameters: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the smallest tensor among non-zero gradients, with its parameter."""
-    held = [(one, one.grad) for one in parameters if one.grad is not None]
+    held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     return next(
         (pair for pair in sorted(held, key=lambda pair: pair[1].numel()) if local_part(pair[1]).any()), None
     )

@@ -51,6 +51,7 @@ class Pieces:
 
     def share(self, own: torch.Tensor, rank: int) -> Collectives[dict[str, torch.Tensor]]:
         """Send this rank's own piece to all ranks, and return all ranks' tensors by name."""
+        # Owners' pieces differ in length. An all-gather would pad all of them to the longest.
         lengths = self.lengths
         sends = tuple(0 if other == rank else own.numel() for other in range(len(lengths)))
         receives = tuple(0 if other == rank else length for other, length in enumerate(lengths))
@@ -85,6 +86,7 @@ def reduce_to_owners(
         mean = yield from reduce_scatter(own_codecs(codec, bucket), bucket.rank, cut)
         return mean.div_(bucket.world_size).to(bucket.buffer.dtype)
     if isinstance(program, Exact):
+        # 1/W before the sum, as DDP does without a hook, so that the bits are plain DDP's on two ranks.
         cut = pieces.cut(
             replace(bucket, buffer=bucket.buffer.mul_(1 / bucket.world_size)).views(), bucket.buffer
         )
@@ -136,6 +138,6 @@ def _sum(pieces: Sequence[torch.Tensor], rank: int) -> Collectives[torch.Tensor]
     rows = list(received.view(len(others), own.numel()))
     rows.insert(rank, own)
     result: torch.Tensor = rows[0].clone()
-    for row in rows[1:]:  # in rank order, so that the sum does not depend on the owner
+    for row in rows[1:]:  # in the order of ranks, so that the sum does not depend on the owner
         result += row
     return result

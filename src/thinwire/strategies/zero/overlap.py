@@ -13,8 +13,9 @@ from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.ops import AllReduce, Await, Collectives
 from thinwire.engine.pack import pack, real_numbers
-from thinwire.models.ddp.internals import after_ddp_finishes, queue_callback
+from thinwire.models.ddp.internals import after_ddp_finishes
 from thinwire.programs.program import Bucket
+from thinwire.step.autograd import queue_callback
 from thinwire.strategies.zero.exchanges import Pieces
 from thinwire.strategies.zero.owner_step import gradients_in
 
@@ -46,7 +47,7 @@ class Usage:
         The result is final, because DDP passes a bucket to its hook only when each of its parameters has a
         gradient or is known to get none.
         """
-        return {id(one) for one in parameters} & self._reached
+        return {id(parameter) for parameter in parameters} & self._reached
 
     def clear(self) -> None:
         """Forget all parameters, to begin another step."""
@@ -165,6 +166,7 @@ class Overlap:
         reduced: "torch.futures.Future[Any]",
         used_here: set[int] | None,
     ) -> Collectives[torch.Tensor]:
+        # Wait for the inner hook's mean in this program's turn, so that steps keep the static order.
         value = yield Await(reduced)
         result = value[0] if isinstance(value, list) else value
         if result.data_ptr() != buffer.data_ptr():
@@ -174,6 +176,8 @@ class Overlap:
         held = {self._names[id(pair[0])]: pair for pair in pairs if id(pair[0]) in self._names}
         own = {name: pair for name, pair in held.items() if self._owners[name] == self._rank}
         if used_here is not None and held:
+            # This rank may step what it has used itself. Whether another rank used the rest is known to the
+            # host only after backward, so those parameters wait for `_finish`.
             yield from self._sum_usage(used_here, held, own)
             own = {name: pair for name, pair in own.items() if id(pair[0]) in used_here}
         if own:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from thinwire.engine.ops import AllGather, Collectives
 from thinwire.engine.pack import real_numbers
 from thinwire.errors import UnavailableError
-from thinwire.models.ddp.internals import no_step_hooks, version_of
+from thinwire.step.autograd import no_step_hooks, version_of
 
 
 def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -26,12 +26,17 @@ def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torc
         UnavailableError: The optimizer counts steps in its groups or attributes, and would count each bucket.
     """
     chosen = {id(parameter) for parameter, _ in gradients}
-    split = [[one for one in group["params"] if id(one) in chosen] for group in optimizer.param_groups]
+    split = [
+        [parameter for parameter in group["params"] if id(parameter) in chosen]
+        for group in optimizer.param_groups
+    ]
     given = [
         {**group, "params": params}
         for group, params in zip(optimizer.param_groups, split, strict=True)
         if params
     ]
+    # A second optimizer object with narrowed groups, which shares the first one's state and options. Its
+    # constructor must not run: it would make new state, and may take other arguments.
     inner = object.__new__(type(optimizer))
     vars(inner).update(vars(optimizer), param_groups=[dict(group) for group in given])
     vars(inner).update(no_step_hooks())
@@ -44,9 +49,13 @@ def step_some(optimizer: Optimizer, gradients: Sequence[tuple[torch.Tensor, torc
     finally:
         for parameter, gradient_before in before:
             parameter.grad = gradient_before
+    # What step() has rebound on `inner` is lost with it. An optimizer that counts its steps there would count
+    # each bucket as a step, so that is an error.
     changed = [key for key, value in vars(inner).items() if own.get(key, inner) is not value]
     changed += [
-        key for one, other in zip(given, inner.param_groups, strict=True) for key in _differing(one, other)
+        key
+        for group, stepped in zip(given, inner.param_groups, strict=True)
+        for key in _differing(group, stepped)
     ]
     if changed:
         raise UnavailableError(
@@ -78,7 +87,9 @@ def gradients_in(
         strided: Whether the buffer is DDP's own, which lays gradients out with their parameters' strides, so
             that a channels_last parameter has a channels_last gradient. Programs see them in logical order.
     """
-    numbers = [one.detach() if buffer.is_complex() else real_numbers(one) for one in parameters]
+    numbers = [
+        parameter.detach() if buffer.is_complex() else real_numbers(parameter) for parameter in parameters
+    ]
     found, start = [], 0
     for parameter, like in zip(parameters, numbers, strict=True):
         piece = buffer[start : start + like.numel()]

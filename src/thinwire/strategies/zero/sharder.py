@@ -1,4 +1,13 @@
-"""ZeRO on one model: gradients to owners, owners' steps, parameters to all ranks."""
+"""ZeRO on one model: gradients to owners, owners' steps, parameters to all ranks.
+
+The phases of a step, and where each runs:
+
+    assign      every parameter gets one owner, by sizes alone               `__init__`
+    reduce      owners receive the mean gradients of their parameters        `_reduce`, in backward
+    step        the user's optimizer steps the parameters with gradients,    `optimizer.step()`, or with
+                which are this rank's own, and keeps state for those alone   `interleaved` in `_reduce`
+    all-gather  every rank receives the updated parameters of all owners     `_share`, after the step
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +29,12 @@ from thinwire.engine.meter import PARAMETERS
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, real_numbers, unpack
 from thinwire.errors import StateError, UnavailableError
-from thinwire.models.ddp.model import remove_handles
+from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.finite import all_true, finite
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, ProgramFunction
-from thinwire.step.model import refuse_unfrozen, require_ddp
+from thinwire.step.autograd import remove_handles
+from thinwire.step.model import refuse_unfrozen
 from thinwire.step.strategy import Context, Strategy
 from thinwire.strategies.zero.assignment import owners
 from thinwire.strategies.zero.exchanges import Pieces, reduce_to_owners
@@ -61,26 +71,28 @@ class Sharder(Strategy):
         super().__init__(config, context)
         model, zero = require_ddp(context.model, repr(config)), config
         parameters, (optimizer,) = model.parameters(), context.optimizers()
-        communicator = GroupCommunicator(model.group, context.reducer.communicator.limit)
+        communicator = GroupCommunicator(model.group, context.communicator.limit)
         communicator.open()
-        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
-        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self._parameters = {name: held for name, held in parameters.items() if held.requires_grad}
+        self._frozen = {name: held for name, held in parameters.items() if not held.requires_grad}
         self._optimizer = optimizer
         self._rank, self._size = communicator.rank, communicator.size
-        sizes = {name: one.numel() for name, one in parameters.items()}  # DDP may reduce frozen ones too
+        # Frozen parameters have owners too, because DDP may reduce their gradients. Owners do not depend on
+        # buckets, which DDP rebuilds after the first backward.
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         self.owners = owners(sizes, self._size, spread=zero.shard_buckets)
         self._every = dict(parameters)
-        self._own = {name: one for name, one in self._parameters.items() if self.owners[name] == self._rank}
+        self._own = {name: held for name, held in self._parameters.items() if self.owners[name] == self._rank}
         self._masters: dict[str, torch.Tensor] = {}
         self._versions = Versions()
         self._changed = False
         self._overflowed = self._skips = False
         """Whether the latest backward overflowed, and whether the current step is skipped for it."""
-        meter = context.reducer.engine.meter
+        meter = context.engine.meter
         self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
         model.on_gone(self._engine.close)
         self._lent: torch.Tensor | None = None
-        self._scalers_checked = context.reducer.steps.scales.named
+        self._scalers_checked = context.steps.scales.named
         self._exchanged: set[str] = set()
         """Own parameters that no backward has reached since their gradient was exchanged."""
         self._added_to: dict[str, torch.Tensor] = {}
@@ -95,7 +107,7 @@ class Sharder(Strategy):
         self._usage = Usage(self._parameters.values()) if config.interleaved and model.static_graph else None
         if not config.interleaved and self._size > 1:
             self._handles += [
-                one.register_hook(partial(self._reach, name)) for name, one in self._own.items()
+                parameter.register_hook(partial(self._reach, name)) for name, parameter in self._own.items()
             ]
         model.on_gone(remove_handles, self._handles)
 
@@ -110,16 +122,21 @@ class Sharder(Strategy):
         return partial(self._reduce, program)
 
     def _reduce(self, program: Program, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        # Reduce: the mean of this rank's own gradients in the bucket.
         pieces = Pieces.of(bucket, self.owners)
         mean = yield from reduce_to_owners(program, bucket, pieces, memory)
         names = pieces.names[self._rank]
         if self.config.interleaved:
+            # Step and all-gather, while backward computes the gradients of earlier layers. Backward has used
+            # this bucket's parameters already, so they may change under it.
             unused = yield from self._unused_in(bucket)
             self._step(names, mean, unused)
             yield from self._share(pieces)
             # Only owners have seen the means, but all ranks have the parameters that were stepped with them.
             stepped = [finite(self._parameters[name]) for name in bucket.names if name in self._parameters]
             return Outcome(bucket.buffer, finite=all_true(stepped) if stepped else finite(mean[:0]))
+        # DDP copies the whole buffer to `.grad`. What it holds of other owners' parameters is dropped in
+        # `end_backward`.
         into = bucket.views()
         for name, gradient in zip(names, unpack(mean, pieces.shapes[self._rank]), strict=True):
             into[name].copy_(gradient)
@@ -189,7 +206,9 @@ class Sharder(Strategy):
 
     def _stand_in(self, value: float) -> None:
         """Set a placeholder gradient on a rank that owns none. A GradScaler cannot step without one."""
-        held = [one for group in self._optimizer.param_groups for one in group["params"] if one.numel()]
+        held = [
+            tensor for group in self._optimizer.param_groups for tensor in group["params"] if tensor.numel()
+        ]
         if held and not self._gradients():
             self._lent = min(held, key=torch.Tensor.numel)
             self._lent.grad = torch.full_like(self._lent, value)
@@ -228,7 +247,7 @@ class Sharder(Strategy):
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Mark a saved optimizer state as this rank's shard."""
-        others = {id(one) for name, one in self._parameters.items() if name not in self._own}
+        others = {id(held) for name, held in self._parameters.items() if name not in self._own}
         return mark_owned(state, optimizer.param_groups, others)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +256,7 @@ class Sharder(Strategy):
 
     def merge(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' unrounded parameters. Each has one owner."""
-        masters = {name: one for each in entries for name, one in each["sharding"]["masters"].items()}
+        masters = {name: own for entry in entries for name, own in entry["sharding"]["masters"].items()}
         return {"sharding": {"masters": masters}}
 
     def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
@@ -272,7 +291,7 @@ class Sharder(Strategy):
         return list(self._named_gradients().values())
 
     def _named_gradients(self) -> dict[str, torch.Tensor]:
-        return {name: one.grad for name, one in self._own.items() if one.grad is not None}
+        return {name: own.grad for name, own in self._own.items() if own.grad is not None}
 
     def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """Return whether the step's gradients are finite on all ranks, by a collective if they may differ.
@@ -284,7 +303,8 @@ class Sharder(Strategy):
             return finite
         added, self._added_to = list(self._added_to.values()), {}
         again = torch.stack(added).any() if added else finite.new_zeros(())
-        flags = torch.stack([one.to(self._device, torch.float32) for one in (finite.logical_not(), again)])
+        # Only an owner sees the mean of its gradients, so ranks must exchange whether any overflowed.
+        flags = torch.stack([flag.to(self._device, torch.float32) for flag in (finite.logical_not(), again)])
         overflows, additions = self._run(_summed(flags), "the overflow check").tolist()
         if additions:  # on every rank, before any has stepped
             self._drop_gradients()
@@ -292,7 +312,7 @@ class Sharder(Strategy):
         return torch.tensor(overflows == 0, dtype=torch.bool, device="cpu")
 
     def _run(self, steps: Collectives[torch.Tensor], label: str) -> torch.Tensor:
-        return self._engine.run(steps, step=self.context.reducer.steps.count, label=label)
+        return self._engine.run(steps, step=self.context.steps.count, label=label)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = _closure_in(args, kwargs)
@@ -323,7 +343,7 @@ class Sharder(Strategy):
         Sharing would round parameters that were never shared before. In a closure the backward that may
         overflow comes later. A fused optimizer skips the step by itself if a GradScaler calls it.
         """
-        skips = self.context.reducer.steps.skipping.skips
+        skips = self.context.steps.skipping.skips
         return self._overflowed and skips and closure is None and "found_inf" not in vars(optimizer)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -338,8 +358,10 @@ class Sharder(Strategy):
         flags = torch.tensor(
             [float(self._changed), float(self.missing is not None)], dtype=torch.float32, device=self._device
         )
+        # All-gather: every owner's updated parameters, bucket by bucket, so that packing one overlaps with
+        # sending another. The check rides at the end of the same step of the engine.
         with torch.no_grad():
-            nothing, count = self._nothing(), self.context.reducer.steps.count
+            nothing, count = self._nothing(), self.context.steps.count
             for bucket in self._chunks():
                 steps = self._share(Pieces.of(bucket, self.owners))
                 self._engine.submit(steps, step=count, label=bucket, last=False, instead=nothing)
@@ -350,7 +372,7 @@ class Sharder(Strategy):
             raise UnavailableError(_CHANGED)
 
     def _chunks(self) -> Iterator[Bucket]:
-        """Yield the model's parameters in buckets of one dtype."""
+        """Yield the model's parameters in buckets of one dtype, of which only names and shapes are used."""
         names: list[str] = []
         filled = 0
         for name, parameter in sorted(self._parameters.items(), key=lambda item: str(item[1].dtype)):
@@ -386,9 +408,11 @@ class Sharder(Strategy):
                 master = self._masters.get(name)
                 if master is None:
                     continue
+                # Where the parameter still is the rounded master, continue from the master: steps smaller
+                # than half of bf16's spacing would otherwise be lost every time.
                 rounded = master.to(torch.bfloat16).to(master.dtype)
                 own = self._own[name]
-                own.copy_(torch.where(own == rounded, master, own))  # keep values that the user has set since
+                own.copy_(torch.where(own == rounded, master, own))  # others were set by the user since
 
     def _share(self, pieces: Pieces) -> Collectives[torch.Tensor]:
         """Send own parameters to all ranks, rounded if configured, and copy in those of other owners."""
@@ -403,10 +427,11 @@ class Sharder(Strategy):
         if travel != like.dtype and like.is_floating_point():
             for name in names:
                 self._masters[name] = self._every[name].detach().clone()
-            numbers = [one.to(travel) for one in numbers]
+            numbers = [tensor.to(travel) for tensor in numbers]
         kind = travel if like.is_floating_point() else real_numbers(like).dtype
         own = pack(numbers) if numbers else torch.empty(0, dtype=kind, device=like.device)
         shared = yield from pieces.share(own, self._rank)
+        # The owner takes the rounded values of its own parameters as well, or replicas would differ.
         for name, tensor in shared.items():
             if self.owners[name] != self._rank or name in self._masters:
                 real_numbers(self._every[name]).copy_(tensor)

@@ -7,11 +7,11 @@ import torch
 from torch.amp import GradScaler
 
 from thinwire.errors import OptionError
+from thinwire.models.ddp.model import require_ddp
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import describe
 from thinwire.programs.program import Program
 from thinwire.programs.wrapper import adapt
-from thinwire.step.model import require_ddp
 from thinwire.step.strategy import Configuration, Context, Strategy, Target
 from thinwire.strategies.zero.assignment import owners
 
@@ -117,8 +117,8 @@ class ZeRO(Configuration):
         """Raise OptionError if the optimizer misses parameters."""
         (optimizer,) = target.optimizers
         trained = super().stepped_here(target)
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        left_out = [name for name, one in trained.items() if id(one) not in held]
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        left_out = [name for name, parameter in trained.items() if id(parameter) not in held]
         if left_out:
             shown = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
             raise OptionError(
@@ -130,10 +130,10 @@ class ZeRO(Configuration):
     def stepped_here(self, target: Target) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that this rank owns, by name."""
         model = target.model
-        sizes = {name: one.numel() for name, one in model.parameters().items()}
+        sizes = {name: parameter.numel() for name, parameter in model.parameters().items()}
         owner = owners(sizes, model.group.size(), spread=self.shard_buckets)
         trained = super().stepped_here(target)
-        return {name: one for name, one in trained.items() if owner[name] == model.group.rank()}
+        return {name: own for name, own in trained.items() if owner[name] == model.group.rank()}
 
     def bind(self, context: Context) -> Strategy:
         """Return the `Sharder` that runs this configuration."""

@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from thinwire.amp.loss_scale import ScalerOption
 from thinwire.codecs.checks import check_whole
 from thinwire.errors import OptionError
-from thinwire.models.ddp.internals import step_hooks
 from thinwire.monitors.auditor import OnExcess, check_audit
 from thinwire.programs.description import describe, described
 from thinwire.programs.rules import Rules, check_used, checked_rules, parameters_by_rule
-from thinwire.step.model import AttachedModel
-from thinwire.step.strategy import Target
-from thinwire.strategies.gradients import configuration_of
-from thinwire.strategies.schedule import StagePlan
+from thinwire.step.autograd import step_hooks
+from thinwire.step.model import Model
+from thinwire.step.strategy import Stages, Target, configuration_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Options:
     scaler: ScalerOption
     history: int
 
-    def validate(self, model: AttachedModel, plan: StagePlan) -> None:
+    def validate(self, model: Model, stages: Stages) -> None:
         """Validate all options.
 
         Raises:
@@ -50,10 +48,10 @@ class Options:
         check_rules(self.rules, model)
         check_scaler(self.scaler)
         target = Target(model, optimizers, audits=bool(self.audit_every), scaler=self.scaler)
-        for stage in plan.stages:
+        for stage in stages.all:
             stage.validate(target)
             target.check_states(stage)
-        in_backward = any(stage.steps_in_backward for stage in plan.stages)
+        in_backward = any(stage.steps_in_backward for stage in stages.all)
         check_skipping(self.skip_overflows, optimizers, in_backward=in_backward)
         if self.check_every is not None:
             check_whole("check_every", self.check_every, 0, "0 never compares the replicas")
@@ -61,7 +59,7 @@ class Options:
         check_audit(self.audit_every, self.max_error, self.on_excess)
         if not isinstance(self.on_excess, str):
             configuration_of(self.on_excess).validate(target)
-            for stage in plan.stages:
+            for stage in stages.all:
                 stage.with_gradient_program(self.on_excess)  # raises where it cannot take over
         time_limit_of(self.timeout)
 
@@ -72,33 +70,34 @@ class Options:
         except OptionError:
             return None
 
-    def shared(self, model: AttachedModel, plan: StagePlan) -> dict[str, object]:
+    def shared(self, model: Model, stages: Stages) -> dict[str, object]:
         """Return the options that must be equal on all ranks."""
         shared: dict[str, object] = {
             "check_every": self.check_every,
             "rules": described(checked_rules(self.rules)),
             "audits": described((self.audit_every, self.max_error, self.on_excess)),
         }
-        if model.shard_key is not None or any(stage.exchanges_parameters for stage in plan.stages):
+        if model.shard_key is not None or any(stage.exchanges_parameters for stage in stages.all):
             # Frozen parameters are not exchanged then, so ranks must agree on which are frozen. (DDP compares
             # itself what it reduces.)
-            shared["frozen"] = [name for name, one in model.parameters().items() if not one.requires_grad]
+            parameters = model.parameters().items()
+            shared["frozen"] = [name for name, parameter in parameters if not parameter.requires_grad]
         return shared
 
 
-def optimizers_of(given: object, parameters: Mapping[str, torch.Tensor]) -> list[Optimizer]:
-    """Return the given optimizers, each once; raise OptionError unless all are optimizers of this model."""
-    listed: list[Any] = [] if given is None else [*given] if isinstance(given, Sequence) else [given]
-    for one in listed:
-        if not isinstance(one, Optimizer):
+def optimizers_of(passed: object, parameters: Mapping[str, torch.Tensor]) -> list[Optimizer]:
+    """Return the optimizers passed, each once; raise OptionError unless all are optimizers of this model."""
+    listed: list[Any] = [] if passed is None else [*passed] if isinstance(passed, Sequence) else [passed]
+    for item in listed:
+        if not isinstance(item, Optimizer):
             raise OptionError(
-                f"optimizer={one!r} must be a torch.optim.Optimizer, or a list of them: thinwire registers"
+                f"optimizer={item!r} must be a torch.optim.Optimizer, or a list of them: thinwire registers"
                 " step hooks on it"
             )
-    optimizers = list({id(one): one for one in map(unwrapped, listed)}.values())
+    optimizers = list({id(inner): inner for inner in map(unwrapped, listed)}.values())
     own = set(map(id, parameters.values()))
     for optimizer in optimizers:
-        if not own & {id(one) for group in optimizer.param_groups for one in group["params"]}:
+        if not own & {id(held) for group in optimizer.param_groups for held in group["params"]}:
             raise OptionError(
                 f"optimizer={type(optimizer).__name__} holds none of the model's parameters: pass the one"
                 " that steps this model"
@@ -128,9 +127,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def check_dense(model: AttachedModel) -> None:
+def check_dense(model: Model) -> None:
     """Raise OptionError if a layer has sparse gradients, which programs cannot exchange."""
-    trained = {id(one): name for name, one in model.parameters().items() if one.requires_grad}
+    trained = {id(tensor): name for name, tensor in model.parameters().items() if tensor.requires_grad}
     for module in model.module("attach").modules():
         name = trained.get(id(getattr(module, "weight", None)))
         if name is not None and isinstance(module, Embedding | EmbeddingBag) and module.sparse:
@@ -141,7 +140,7 @@ def check_dense(model: AttachedModel) -> None:
             )
 
 
-def check_rules(rules: Rules, model: AttachedModel) -> None:
+def check_rules(rules: Rules, model: Model) -> None:
     """Raise OptionError if a rule fits no parameter, or its program does not fit its parameters."""
     shapes = model.shapes()
     check_used(rules, shapes)
@@ -169,7 +168,7 @@ def check_skipping(
             "skip_overflows=True needs the optimizer whose steps to skip: pass it, as in"
             " attach(ddp, ..., optimizer=optimizer)"
         )
-    if skip_overflows and any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+    if skip_overflows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise OptionError(
             "skip_overflows=True does not work with LBFGS, whose step takes several backward passes: check"
             " the loss in its closure instead"

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.live_room import SET_UP, Fault, KilledError, Life, Room, model, run
-from thinwire.strategies.live.handshake import Row, decide, decoded
-from thinwire.strategies.live.status import ReplicaStatus, agree
+from thinwire.strategies.averaging.handshake import Row, agree, decide, decoded
 
 INT8 = thinwire.DiLoCo(4, program=thinwire.Int8())
 
@@ -26,15 +25,18 @@ def check_equal(lives: list[list[Life]], steps: int) -> list[Life]:
         for life in each:
             assert life.error is None or isinstance(life.error, KilledError), repr(life.error)
     ended = [each[-1] for each in lives if each[-1].error is None]
-    first = ended[0].replica
+    first = ended[0]
     for life in ended:
-        assert life.replica.step == steps
-        assert life.replica.lineage == first.lineage
-        for name, one in life.replica.parameters.items():
-            assert torch.equal(one, first.parameters[name]), name
-            assert torch.equal(life.replica.anchors[name], first.anchors[name]), name
+        assert life.wire.step == steps
+        assert life.state.lineage == first.state.lineage
+        anchors, firsts = life.replica.anchors, first.replica.anchors
+        assert anchors is not None
+        assert firsts is not None
+        for name, parameter in life.replica.parameters.items():
+            assert torch.equal(parameter, first.replica.parameters[name]), name
+            assert torch.equal(anchors[name], firsts[name]), name
         for name, buffer in life.replica.buffers.items():
-            assert torch.equal(buffer, first.buffers[name]), name
+            assert torch.equal(buffer, first.replica.buffers[name]), name
     return ended
 
 
@@ -156,10 +158,10 @@ def test_a_quorum_below_the_minimum_commits_nothing_and_says_so(caplog: pytest.L
     life = Life(room, 0, 0, INT8)
     life.seat.patience = life.seat.patience / 40
     with caplog.at_level(logging.INFO, "thinwire"), pytest.raises(thinwire.WireError, match="at least 2"):
-        life.averager.join()
+        life.wire.join()
     found = [one for one in caplog.messages if "it had 1 replicas, and commits need at least 2" in one]
     assert len(found) == 1, "once, and not at each of the many attempts"
-    assert not life.averager.joined
+    assert not life.membership.joined
 
 
 def test_joining_has_one_time_limit_for_all_attempts() -> None:
@@ -176,12 +178,12 @@ def test_joining_has_one_time_limit_for_all_attempts() -> None:
         begin(limit)
 
     with (
-        patch("thinwire.strategies.live.averager.time.monotonic", lambda: clock[0]),
-        patch("thinwire.strategies.live.averager.time.sleep", lambda seconds: None),
+        patch("thinwire.strategies.averaging.quorum.time.monotonic", lambda: clock[0]),
+        patch("thinwire.strategies.averaging.quorum.time.sleep", lambda seconds: None),
         patch.object(life.seat, "begin", slow),
         pytest.raises(thinwire.WireError, match="within 40 s"),
     ):
-        life.averager.join()
+        life.wire.join()
     assert limits == [40.0, 16.0]
 
 
@@ -233,20 +235,22 @@ class TwoRanks:
         return [list(numbers), list({**dict(zip(names, numbers, strict=True)), **self.second}.values())]
 
 
-def test_the_ranks_of_a_replica_tell_the_others_the_same() -> None:
-    replica = Life(Room(), 0, 0, INT8).replica
-    replica.step = 7
+def test_the_ranks_of_a_replica_send_the_same_row() -> None:
+    def agreed(**second: int) -> Row | None:
+        return agree(TwoRanks(**second), row(step=7), connected=True, fingerprint=0)
 
-    def standing(**second: int) -> ReplicaStatus:
-        return agree(TwoRanks(**second), replica, connected=True, final=False, check=False)
+    def found(**second: int) -> Row:
+        agreed_row = agreed(**second)
+        assert agreed_row is not None
+        return agreed_row
 
-    assert not standing().mixed
-    assert not standing(connected=0).connected
-    assert standing(fingerprint=3).lineage != standing().lineage
-    mixed = standing(lineage=5, step=9)
+    assert not found().mixed
+    assert agreed(connected=0) is None
+    assert found(fingerprint=3).lineage != found().lineage
+    mixed = found(lineage=5, step=9)
     assert (mixed.mixed, mixed.step) == (True, 9), "one rank has received a state, and the other has not"
     with pytest.raises(thinwire.MismatchError, match="at steps 7, 9"):
-        standing(step=9)
+        agreed(step=9)
 
 
 def test_a_replica_that_is_set_up_differently_raises_and_the_others_go_on() -> None:
@@ -265,7 +269,8 @@ def test_a_difference_that_the_roll_call_finds_is_named() -> None:
 
     def life(room: Room, place: int, *args: Any) -> Life:
         made = Life(room, place, *args, set_up={**SET_UP, "option min_replicas": str(1 + (place == 1))})
-        made.seat.position = made.replica.step = 4
+        made.seat.position = 4
+        made.state.steps.restore(4)
         return made
 
     with patch("tests.live_room.Life", life), patch("tests.live_room.model", lambda _: model(0)):
@@ -307,7 +312,7 @@ def test_a_parameter_that_is_unfrozen_later_raises() -> None:
     room.expected = {0}
     with patch("tests.live_room.model", frozen):
         life = Life(room, 0, 0, INT8)
-    life.averager.join()
+    life.wire.join()
     life.step()
     life.module[0].weight.requires_grad_(True)  # type: ignore[index]
     with pytest.raises(thinwire.AttachError, match=r"'0.weight' was frozen .*unfreeze it before attach"):
@@ -316,9 +321,9 @@ def test_a_parameter_that_is_unfrozen_later_raises() -> None:
 
 @pytest.mark.parametrize("change", [{"step": -1}, {"outer": 3}, {"optimizers": [1]}, {"buffers": {}}, None])
 def test_a_peers_state_that_does_not_fit_raises(change: Any) -> None:
-    peer, own = (Life(Room(), place, 0, INT8).replica for place in range(2))
+    peer, own = (Life(Room(), place, 0, INT8).state for place in range(2))
     own.receive(peer.donate())
-    own = Life(Room(), 1, 0, INT8).replica
+    own = Life(Room(), 1, 0, INT8).state
     with pytest.raises(thinwire.StateError):
         own.receive(peer.donate() | change if change else {"step": 1})
 
@@ -326,6 +331,6 @@ def test_a_peers_state_that_does_not_fit_raises(change: Any) -> None:
 def test_other_orders_of_parameters_are_other_set_ups() -> None:
     """Replicas pack parameters in their order."""
     orders = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
-    one, other = (Life(Room(), 0, 0, INT8, set_up=order).replica for order in orders)
+    one, other = (Life(Room(), 0, 0, INT8, set_up=order).state for order in orders)
     with pytest.raises(thinwire.MismatchError, match="the order of parameters"):
         one.receive(other.donate())

@@ -1,4 +1,4 @@
-"""The reducer of FSDP2 models, which averages each shard's gradients with the same shard of other replicas.
+"""The gradients of an FSDP2 model, averaged shard by shard with the same shards of other replicas.
 
 The order of events in a backward pass, for every group of parameters that FSDP reduces at once:
 
@@ -12,28 +12,24 @@ Hooks are public. So are divide factors and dtypes: gradients are taken after FS
 """
 
 import json
-from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from thinwire.engine.comm.agreement import SetUp, agree_on
 from thinwire.engine.pack import local_part, pack, unpack
 from thinwire.errors import ThinwireError, UnavailableError, WireError
-from thinwire.models.ddp.internals import queue_callback
-from thinwire.models.ddp.reducer import PlainEvents
 from thinwire.models.fsdp import internals
 from thinwire.models.fsdp.model import ShardedModel, refuse_hooks
-from thinwire.models.fsdp.shards import Shards, ShardSteps
+from thinwire.models.fsdp.shards import Shards
 from thinwire.models.fsdp.watch import watch
-from thinwire.programs.allreduce import Alone
 from thinwire.programs.finite import all_true
 from thinwire.programs.finite import finite as is_finite
-from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Programs
-from thinwire.step.buckets import BucketRunner
-from thinwire.step.connection import Connection
+from thinwire.step.autograd import queue_callback
+from thinwire.step.runner import AttachedRun
 
 
 class Group:
@@ -50,45 +46,30 @@ class Group:
     @property
     def trains(self) -> bool:
         """True if at least one parameter is not frozen."""
-        return any(one.requires_grad for one in self.parameters.values())
+        return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def begin(self) -> None:
         """Expect the gradients of all parameters that train now."""
-        self.missing = {name for name, one in self.parameters.items() if one.requires_grad}
+        self.missing = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the gradients by name, without those that have no numbers here."""
-        held = {name: one.grad for name, one in self.parameters.items() if one.requires_grad}
-        found = {name: local_part(one) for name, one in held.items() if one is not None}
-        return {name: one for name, one in found.items() if one.numel()}
+        held = {name: tensor.grad for name, tensor in self.parameters.items() if tensor.requires_grad}
+        found = {name: local_part(gradient) for name, gradient in held.items() if gradient is not None}
+        return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
 
-class ShardReducer(BucketRunner):
-    """A runner of programs over the groups of parameters that FSDP hands to its hooks.
-
-    The constructor is collective: ranks compare set-ups with other replicas and other shards, then make
-    thinwire's process groups.
+class ShardedGradients(ShardedModel):
+    """A sharded model whose gradients are averaged with those of the same shards in other replicas.
 
     Args:
-        model: The model's handle.
-        connection: How to connect to the same shard of the other replicas.
-        common: What must be equal for all shards too.
-
-    Raises:
-        MismatchError: Set-ups differ between ranks.
-        WireError: A rank did not take part in time.
+        module: The root module.
+        group: The ranks that hold the same shard in the other replicas, this one among them.
     """
 
-    def __init__(self, model: ShardedModel, connection: Connection, common: SetUp) -> None:
-        self.model = model
-        self._shards = Shards(
-            model.shard_group, Connection(set_up=common, limit=connection.limit), model.device
-        )
-        self.communicator, self.engine = connection.open(model.group, model.device, self._shards.open)
-        steps = ShardSteps(self.engine, model, connection.scales, PlainEvents())
-        steps.shards = self._shards
-        super().__init__(steps)
-        steps.scales.watch(model.module("attach"), {id(one) for one in model.parameters().values()})
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(module, group)
+        self._shards = Shards(self.shard_group, self.device)
         self._groups: dict[int, Group] = {}
         self._order: list[int] = []
         """The groups' numbers in the order of their exchanges, equal in all replicas."""
@@ -99,37 +80,37 @@ class ShardReducer(BucketRunner):
         self._arrived: dict[int, Group] = {}
         self._earlier: dict[str, torch.Tensor] = {}
         """Gradients of earlier backward passes, to which this one's means are added."""
-        self._sent: list[tuple[Bucket, dict[str, torch.Tensor], torch.futures.Future[torch.Tensor]]] = []
-        self._run_group: Callable[[Group], None] | None = None
-        self._trained = _trained(model)
-        model.on_gone(self.engine.close)
-        model.on_gone(self._shards.close)
-        assert self._shards.rendezvous is not None, "connection.open() has opened it"
-        meetings = [self.communicator.rendezvous, self._shards.rendezvous]
-        model.on_gone(watch(self.engine, meetings, model.shard_group))
-        model.on_forward(self.engine.check)
-        model.on_gone(self._groups.clear)
+        self._sent: list[tuple[dict[str, torch.Tensor], torch.futures.Future[torch.Tensor]]] = []
+        self._trained = self._which_train()
 
-    def register(self, run_group: Callable[[Group], None]) -> None:
-        """Set FSDP's hooks. `run_group` is called when a group's exchange may start, and calls `run`."""
-        self._run_group = run_group
-        names = {id(one): name for name, one in self.model.parameters().items()}
-        for module in internals.sharded_modules(self.model.module("attach")):
+    def connect_shards(self, set_up: SetUp, limit: timedelta | None) -> None:
+        """Compare a set-up with the other shards of this replica, and connect to them. Collective."""
+        self._shards.open(set_up, limit)
+        self.on_gone(self._shards.close)
+
+    def register(self, run: AttachedRun) -> None:
+        """Set FSDP's hooks, and watch for failures of other ranks."""
+        meetings = [run.communicator.rendezvous, self._shards.rendezvous]
+        self.on_gone(watch(run.engine, meetings, self.shard_group))
+        self.on_forward(run.engine.check)
+        self.on_gone(self._groups.clear)
+        names = {id(parameter): name for name, parameter in self.parameters().items()}
+        for module in internals.sharded_modules(self.module("attach")):
             for held in internals.parameter_groups(module):
-                own = {names[id(one)]: one for one in internals.parameters_of(held)}
+                own = {names[id(parameter)]: parameter for parameter in internals.parameters_of(held)}
                 group = self._groups[len(self._groups)] = Group(len(self._groups), own)
                 self._order.insert(0, group.number)  # backward reaches the last module first
-                module.set_all_reduce_hook(partial(self._before, group))
+                module.set_all_reduce_hook(partial(self._before, run, group))
 
-    def _before(self, group: Group, reduced: torch.Tensor) -> None:
+    def _before(self, run: AttachedRun, group: Group, reduced: torch.Tensor) -> None:
         """Put gradients of earlier backward passes aside, so that FSDP writes this one's alone."""
         if not self._begun:
-            self.model.check_finalization()
-            self._check_trained()
+            self.check_finalization()
+            self._check_trained(run)
             self._begun, self._arrived, self._earlier, self._sent = True, {}, {}, []
             self._left = [number for number in self._order if self._groups[number].trains]
-            queue_callback(self._check_complete)
-        self.engine.check()
+            queue_callback(partial(self._check_complete, run))
+        run.engine.check()
         if group.number in self._arrived:
             raise UnavailableError(
                 f"FSDP reduced the gradients of {', '.join(list(group.parameters)[:3])} twice in a backward:"
@@ -141,94 +122,84 @@ class ShardReducer(BucketRunner):
             parameter = group.parameters[name]
             refuse_hooks(name, parameter, own=name in group.hooked)
             if name not in group.hooked:
-                parameter.register_post_accumulate_grad_hook(partial(self._after, group, name))
+                parameter.register_post_accumulate_grad_hook(partial(self._after, run, group, name))
                 group.hooked.add(name)
             if parameter.grad is not None:
                 self._earlier[name], parameter.grad = parameter.grad, None
 
-    def _check_trained(self) -> None:
+    def _check_trained(self, run: AttachedRun) -> None:
         """Compare which parameters train with the other replicas, if some were frozen or unfrozen here.
 
         Replicas that disagree would send gradients of different sizes, at which Gloo ends the process. A
         replica without a change does not come here: it waits for this one's gradients. So this one waits a
         little shorter, and the other's error can name the reason.
         """
-        trained, earlier = _trained(self.model), self._trained
+        trained, earlier = self._which_train(), self._trained
         if trained == earlier:
             return
         self._trained = trained
         set_up = {f"parameter {name}": "trained" if on else "frozen" for name, on in trained.items()}
-        limit = self.communicator.limit - 2 * self.communicator.report_limit
+        communicator = run.communicator
+        limit = communicator.limit - 2 * communicator.report_limit
         try:
-            agree_on(set_up, self.communicator.rendezvous, limit, "a change of frozen parameters")
+            agree_on(set_up, communicator.rendezvous, limit, "a change of frozen parameters")
         except ThinwireError as error:
             reason = str(error)
         else:
             return
         changed = _shown([name for name, on in trained.items() if on != earlier[name]])
         self._fail(
+            run,
             WireError(
                 f"{changed} changed between frozen and trained on this rank, and not in all replicas: freeze"
                 f" and unfreeze parameters on every rank, before the same step ({reason})"
-            )
+            ),
         )
 
-    def _fail(self, error: ThinwireError) -> None:
+    def _fail(self, run: AttachedRun, error: ThinwireError) -> None:
         """Shut the wire down on all ranks of this replica and of the others, and raise the error."""
         self._shards.fail(error)
-        self.engine.fail(error)
+        run.engine.fail(error)
 
-    def _after(self, group: Group, name: str, parameter: torch.Tensor) -> None:
-        """Start the exchange of a group when the last of its gradients is there, in the common order."""
+    def _after(self, run: AttachedRun, group: Group, name: str, parameter: torch.Tensor) -> None:
+        """Start the exchange of a group when the last of its gradients is written, in the common order."""
         group.missing.discard(name)
         if group.missing or group.number in self._arrived:
             return
         self._arrived[group.number] = group
         while self._left and self._left[0] in self._arrived:
             ready = self._arrived[self._left.pop(0)]
-            assert self._run_group is not None, "hooks are set by register()"
-            self._run_group(ready)
+            gradients = ready.gradients()
+            means = run.bucket_ready(
+                _flat(list(gradients.values()), self.device),
+                tuple(gradients),
+                tuple(gradient.shape for gradient in gradients.values()),
+                index=len(self._sent),
+                last=not self._left,
+            )
+            self._sent.append((gradients, means))
 
-    def run(self, programs: Programs, group: Group, memory: Memory) -> None:
-        """Start the programs of a group.
-
-        Args:
-            programs: The programs of all parameters in this step.
-            group: The group, whose gradients FSDP has written.
-            memory: The tensors that programs keep between steps.
-        """
-        self._open()
-        last = not self._left
-        gradients = group.gradients()
-        bucket = self._describe(gradients)
-        if gradients or self._deferred:
-            future = self._run_parts(programs, bucket, bucket.views(), memory, last)
-            self._sent.append((bucket, gradients, future))
-        elif last:
-            self.steps.submit(Alone(), bucket, memory, True)
-        if last:
-            self._close()
-
-    def agree_finite(self, finite: torch.Tensor) -> torch.Tensor:
+    def agree_finite(self, finite: torch.Tensor, step: int, overflowed: bool) -> torch.Tensor:
         """Return whether means are finite on all ranks of this replica. Collective.
 
         After an overflow, so are gradients of earlier backward passes, to which the means will be added. DDP
         exchanges those too, so there the mean itself is non-finite.
         """
-        if self.steps.overflowed:
-            earlier = [local_part(one) for one in self._earlier.values()]
-            finite = all_true([finite, *(is_finite(one).to(finite.device) for one in earlier)])
-        return self._shards.all_true(finite, self.steps.count)
+        if overflowed:
+            earlier = [local_part(gradient) for gradient in self._earlier.values()]
+            finite = all_true([finite, *(is_finite(part).to(finite.device) for part in earlier)])
+        return self._shards.all_true(finite, step)
 
     @torch.no_grad()
-    def settled(self, committed: bool) -> None:
+    def write_means(self, run: AttachedRun, committed: bool) -> None:
         """Write the means to the gradients, and add those of earlier backward passes."""
-        for bucket, gradients, future in self._sent:
+        for gradients, future in self._sent:
+            shapes = [gradient.shape for gradient in gradients.values()]
             if gradients:
-                for own, mean in zip(gradients.values(), unpack(future.wait(), bucket.shapes), strict=True):
+                for own, mean in zip(gradients.values(), unpack(future.wait(), shapes), strict=True):
                     if own.data_ptr() != mean.data_ptr():
                         own.copy_(mean)
-        parameters = self.model.parameters()
+        parameters = self.parameters()
         for name, earlier in self._earlier.items():
             parameter = parameters[name]
             if parameter.grad is not None:
@@ -236,18 +207,22 @@ class ShardReducer(BucketRunner):
             parameter.grad = earlier
         self._sent, self._earlier = [], {}
         if not committed:
-            self.model.spoil_gradients()
+            self.spoil_gradients()  # again, as the means have replaced the NaNs
         if not self._ordered:
-            self._take_order()
+            self._take_order(run)
 
-    def _take_order(self) -> None:
+    def report(self, error: ThinwireError) -> None:
+        """Report a failure to the other shards of this replica, which would wait for this one."""
+        self._shards.fail(error)
+
+    def _take_order(self, run: AttachedRun) -> None:
         """Take the order in which the first replica's gradients arrived for all later steps. Collective."""
         rest = [number for number in self._order if number not in self._arrived]
         own = json.dumps([*self._arrived, *rest])
-        texts = self.communicator.rendezvous.gather("order", own, self.communicator.limit)
+        texts = run.communicator.rendezvous.gather("order", own, run.communicator.limit)
         self._order, self._ordered = json.loads(texts[0]), True
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, run: AttachedRun) -> None:
         """Fail if FSDP has left out a group's gradients, when backward is over."""
         self._begun = False
         left = [self._groups[number] for number in self._left if number not in self._arrived]
@@ -255,25 +230,18 @@ class ShardReducer(BucketRunner):
             return
         waited = [name for group in left for name in group.missing or group.parameters]
         self._fail(
+            run,
             WireError(
                 f"FSDP wrote no gradients of {_shown(waited)} in this backward, and other replicas may"
                 " wait for them: if some are unused, call model.set_reduce_scatter_unused_params(True), or"
                 " freeze them; for micro-batches, call model.set_requires_gradient_sync(False) on the root"
                 " module"
-            )
+            ),
         )
 
-    def _describe(self, gradients: dict[str, torch.Tensor]) -> Bucket:
-        """Return a group's gradients as a bucket, in FSDP's own memory where they follow each other there."""
-        return Bucket(
-            index=len(self._sent),
-            buffer=_flat(list(gradients.values()), self.model.device),
-            names=tuple(gradients),
-            shapes=tuple(one.shape for one in gradients.values()),
-            rank=self.communicator.rank,
-            world_size=self.communicator.size,
-            step=self.steps.count,
-        )
+    def _which_train(self) -> dict[str, bool]:
+        """Return whether each parameter trains now, by name."""
+        return {name: parameter.requires_grad for name, parameter in self.parameters().items()}
 
 
 def _shown(names: list[str]) -> str:
@@ -281,20 +249,15 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _trained(model: ShardedModel) -> dict[str, bool]:
-    """Return whether each parameter trains now, by name."""
-    return {name: one.requires_grad for name, one in model.parameters().items()}
-
-
 def _flat(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return tensors as one flat tensor: their own memory if there is no gap, such as padding, or a copy."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
     first, end = tensors[0], tensors[0].data_ptr()
-    for one in tensors:
-        if not one.is_contiguous() or one.data_ptr() != end or one.dtype != first.dtype:
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype:
             return pack(tensors)
-        end += one.nbytes
+        end += tensor.nbytes
     if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
         return pack(tensors)
-    return first.as_strided((sum(one.numel() for one in tensors),), (1,))
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

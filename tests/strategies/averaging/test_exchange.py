@@ -7,7 +7,7 @@ import torch
 
 from thinwire.engine.simulate import simulate
 from thinwire.errors import MismatchError
-from thinwire.strategies.averaging.exchange_id import (
+from thinwire.strategies.averaging.exchange import (
     ExchangeId,
     any_diverged,
     compare_points,

@@ -1,7 +1,14 @@
-"""Lookup of the DDP model and engine of a torch-named hook, which receives only (state, bucket)."""
+"""What all hooks with torch's names share: the run of a bucket's DDP model, and an error for FSDP1.
 
+A hook receives only (state, bucket), so its DDP model is searched for among all living objects. The model has
+one run for each process group that hooks average over.
+"""
+
+import functools
 import gc
 import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,20 +17,52 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.engine.comm.agreement import set_up_of
 from thinwire.errors import OptionError, UnavailableError
-from thinwire.models.ddp.internals import has_comm_hook, in_backward
-from thinwire.models.ddp.model import parameters_of
-from thinwire.models.ddp.reducer import Reducer, check_bucket
+from thinwire.models.ddp.internals import has_comm_hook
+from thinwire.models.ddp.model import DDPModel, check_bucket, thinwire_hook
 from thinwire.programs.description import described
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Program, Programs
-from thinwire.step.connection import Connection
+from thinwire.step.autograd import in_backward
+from thinwire.step.runner import AttachedRun, Choice, connect
+from thinwire.step.strategy import Gradients, Stages
 
-_reducers: "weakref.WeakKeyDictionary[DistributedDataParallel, dict[dist.ProcessGroup, Reducer]]" = (
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_runs: "weakref.WeakKeyDictionary[DistributedDataParallel, dict[dist.ProcessGroup, AttachedRun]]" = (
     weakref.WeakKeyDictionary()
 )
 _owners = WeakTensorKeyDictionary()  # parameter -> weak reference to its DDP model
 _forwards: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
 """Number of forwards of each known model since its last backward."""
+
+
+def for_ddp(hook: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a hook raise UnavailableError if FSDP1 calls it.
+
+    FSDP1 accepts any callable as a hook. It calls it with a flat gradient instead of a bucket and, where it
+    shards, with a third argument for the reduced shard.
+
+    Args:
+        hook: A hook for `DistributedDataParallel.register_comm_hook`.
+
+    Returns:
+        The hook, with the same name and signature.
+    """
+
+    @functools.wraps(hook)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if len(args) > 1 and isinstance(args[1], torch.Tensor):
+            raise UnavailableError(
+                f"{hook.__name__} takes DDP's buckets, and FSDP1 (FullyShardedDataParallel) called it with a"
+                " flat gradient: register a hook that torch has for FSDP1, of"
+                " torch.distributed.algorithms._comm_hooks.default_hooks; or shard with FSDP2,"
+                " fully_shard(module, mesh=mesh['shard']), and compress between replicas with"
+                " thinwire.attach(model, program, replicas=mesh['replicate'])"
+            )
+        return hook(*args, **kwargs)
+
+    return checked
 
 
 def run_program(
@@ -42,13 +81,14 @@ def run_program(
     Returns:
         A future of the mean.
     """
-    return reducer_of(program, process_group, bucket).run(Programs(program), bucket, Memory())
+    return thinwire_hook(run_of(program, process_group, bucket), bucket, Choice(Programs(program), Memory()))
 
 
-def reducer_of(program: Program, process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Reducer:
-    """Return the reducer of a bucket's DDP model over a group.
+def run_of(program: Program, process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> AttachedRun:
+    """Return the run of a bucket's DDP model over a group.
 
-    The first call makes it, which is collective.
+    The first call makes it, which is collective. It compares no replicas, watches no optimizer and follows no
+    schedule: hooks choose the program of each bucket.
 
     Raises:
         OptionError: `process_group` is not a process group that this rank is in.
@@ -61,11 +101,12 @@ def reducer_of(program: Program, process_group: dist.ProcessGroup | None, bucket
             f"the hook's state is {group!r}: it must be a process group that this rank is in, or None for the"
             " DDP model's own"
         )
-    reducers = _reducers.setdefault(ddp, {})
-    if group not in reducers:
-        set_up = set_up_of(parameters_of(ddp), described(program))
-        reducers[group] = Reducer(ddp, group, Connection(set_up=set_up))
-    return reducers[group]
+    runs = _runs.setdefault(ddp, {})
+    if group not in runs:
+        model = DDPModel(ddp, group)
+        connection = connect(model, set_up_of({}, described(program)))
+        runs[group] = AttachedRun(model, connection, Stages({0: Gradients(program)}))
+    return runs[group]
 
 
 def owner_of(bucket: dist.GradBucket) -> DistributedDataParallel:

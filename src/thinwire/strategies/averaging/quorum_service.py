@@ -1,4 +1,4 @@
-"""The interface to a service that agrees on the replicas of each exchange, and its communicator."""
+"""The interface to a service that agrees on the live replicas of each exchange, and its communicator."""
 
 import threading
 from datetime import timedelta
@@ -12,8 +12,8 @@ from thinwire.engine.ops import Await, Collective
 from thinwire.errors import ThinwireError
 
 
-class Membership(Protocol):
-    """A service that agrees on the replicas of each exchange. torchft's Manager is one.
+class QuorumService(Protocol):
+    """A service that agrees on the live replicas of each exchange, such as torchft's Manager.
 
     An exchange is one `begin`, collectives among `size` replicas, and one `vote`.
     """
@@ -45,7 +45,7 @@ class Membership(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why this replica cannot take part in the exchange that has begun, or None."""
+        """The reason why this replica cannot take part in the exchange that has begun, or None."""
 
     def begin(self, limit: timedelta) -> None:
         """Wait until enough replicas have called it, and connect to them.
@@ -57,18 +57,18 @@ class Membership(Protocol):
 
         Raises:
             WireError: There were not enough replicas in time.
-            MismatchError: The peer whose state it received is set up differently.
-            StateError: That state does not fit.
+            MismatchError: The peer whose state was received is set up differently.
+            StateError: The peer's state does not fit.
         """
 
     def vote(self, error: Exception | None) -> bool:
         """End the exchange, and return whether to commit it.
 
         Args:
-            error: What went wrong on this replica, or None.
+            error: The failure on this replica, or None.
 
         Raises:
-            WireError: Too many exchanges in a row were not committed.
+            WireError: Too many consecutive exchanges were not committed.
         """
 
     def fall_behind(self) -> None:
@@ -77,21 +77,25 @@ class Membership(Protocol):
     def abort(self) -> None:
         """Close the connections, so that replicas that wait for this one fail at once."""
 
+    def state_dict(self) -> dict[str, int]:
+        """Return the service's counts, for a saved state."""
 
-class LiveCommunicator(BorrowedGroup):
-    """A communicator for one exchange on the group of a membership.
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from saved counts."""
 
-    A collective that the group rejects is one that failed: a replica may die at any moment, also between two
-    collectives. `abort` closes the connections, once. (The engine does so on a thread of its own. Without the
-    mark it could close those of the next exchange.)
+
+class QuorumCommunicator(BorrowedGroup):
+    """A communicator for one exchange on the group of a quorum service.
+
+    A collective that the group rejects counts as failed, since a replica may die between two collectives.
 
     Args:
-        membership: The membership, after its `begin`.
+        service: The service, after its `begin`.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        super().__init__(_Placed(membership), membership.limit)
-        self._membership = membership
+    def __init__(self, service: QuorumService) -> None:
+        super().__init__(_PlacedGroup(service), service.limit)
+        self._service = service
         self._lock = threading.Lock()
         self._taken = False
         self._aborted = threading.Event()
@@ -105,13 +109,18 @@ class LiveCommunicator(BorrowedGroup):
         except (RuntimeError, AssertionError) as error:  # torchft asserts that its group is configured
             raise NotConnectedError(str(error)) from error
 
+    # `abort` and `release` race for the connections, which the service reuses. After a failure the engine
+    # aborts on a thread of its own. If the training thread has gone on to the next `begin` by then, the abort
+    # would close the connections of the next exchange. So the first of the two to come takes `_taken`: an
+    # abort after `release` does nothing, and `release` waits for an abort that is closing connections.
+
     def abort(self) -> None:
-        """Close the membership's connections, unless the exchange is over or that was done before."""
+        """Close the service's connections, unless the exchange is over or that was done before."""
         with self._lock:
             first, self._taken = not self._taken, True
         if first:
             try:
-                self._membership.abort()
+                self._service.abort()
             finally:
                 self._aborted.set()
 
@@ -123,13 +132,13 @@ class LiveCommunicator(BorrowedGroup):
             self._aborted.wait(self.limit.total_seconds())
 
 
-class _Placed:
-    """A group with the rank and size of a membership."""
+class _PlacedGroup:
+    """A group with the rank and size of a quorum."""
 
-    def __init__(self, membership: Membership) -> None:
-        # Read once: they are those of the exchange that has begun, also for threads that end after it.
-        self._rank, self._size = membership.rank, membership.size
-        self._group = membership.group
+    def __init__(self, service: QuorumService) -> None:
+        # Read once: they belong to the exchange that has begun, also for threads that end after it.
+        self._rank, self._size = service.rank, service.size
+        self._group = service.group
 
     def rank(self) -> int:
         return self._rank
