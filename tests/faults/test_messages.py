@@ -284,6 +284,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_own_code_while_a_receive_is_pending(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [

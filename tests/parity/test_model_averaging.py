@@ -140,7 +140,7 @@ def both(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tens
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_runs_are_equal(world_size: int) -> None:
     by_rank = run_ranks(both, world_size)
     for rank, results in enumerate(by_rank):

@@ -48,7 +48,7 @@ def both(rank: int, world_size: int, approximation_rank: int) -> list[tuple[Any,
     return [(trained(our_powersgd, rank, **own), trained(torch_powersgd, rank, **own)) for own in options]
 
 
-@pytest.mark.parametrize("approximation_rank", [1, 2, 4])
+@pytest.mark.parametrize("approximation_rank", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_runs_are_equal(approximation_rank: int) -> None:
     first, second = run_ranks(both, 2, approximation_rank)
     for variant, (ours, theirs), (elsewhere, _) in zip(VARIANTS, first, second, strict=True):

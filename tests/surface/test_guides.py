@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -113,6 +114,7 @@ def test_the_readme_shows_the_minimal_example() -> None:
     assert len(EXAMPLE.splitlines()) <= 40
 
 
+@pytest.mark.slow  # torchrun, twice
 def test_the_minimal_example_trains_and_resumes_as_it_says(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for steps in (50, 10):

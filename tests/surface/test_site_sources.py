@@ -143,7 +143,6 @@ def test_a_signature_has_the_options_of_the_base_class() -> None:
     assert "program: Program = Exact()" in diloco.signature
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow  # half a minute of Sphinx
 def test_the_site_is_built_without_a_warning_or_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")

@@ -112,7 +112,7 @@ def test_static_graphs_of_several_buckets() -> None:
     run_ranks(static_graphs, 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_modes(world_size: int) -> None:
     run_ranks(modes, world_size)
 

@@ -30,6 +30,8 @@ SUMS = [
 ]
 BYTES = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn]
 
+ROOT = Path(__file__).parents[3]
+
 
 def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
@@ -157,7 +159,7 @@ def test_the_meter_agrees_with_the_network_device() -> None:
         ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, script],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         timeout=600,
     )
     assert run.returncode == 0, run.stderr

@@ -56,7 +56,7 @@ def summed(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Te
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_compressed_means_add_up_to_the_exact_ones(world_size: int) -> None:
     ranks = run_ranks(summed, world_size)
     for name, (_, allowed) in PROGRAMS.items():
@@ -274,8 +274,8 @@ def test_the_battery_refuses_what_it_cannot_run() -> None:
     ("register", "said"),
     [
         (register_local, "step 0: ranks 0 and 1 hold different gradients"),
-        (register_halving, "step 0: the gradients are off by 50.00%"),
-        (register_raising, "rank 1 raised:(.|\n)*a bug on rank 1"),
+        pytest.param(register_halving, "step 0: the gradients are off by 50.00%", marks=pytest.mark.slow),
+        pytest.param(register_raising, "rank 1 raised:(.|\n)*a bug on rank 1", marks=pytest.mark.slow),
         pytest.param(register_stuck, r"ranks \[0, 1\] hang after 20 s", marks=pytest.mark.slow),
     ],
 )

@@ -363,6 +363,10 @@ GRADIENTS = ["exact", "bf16", "int2", "topk", "low rank", "nodes", "warm-up"]
 AVERAGED = ["local", "groups", "diloco", "diloco across nodes", "sparse"]
 
 
-@pytest.mark.parametrize("names", [GRADIENTS, ["int2", "nodes", *AVERAGED]], ids=["gradients", "averaged"])
+@pytest.mark.parametrize(
+    "names",
+    [GRADIENTS, pytest.param(["int2", "nodes", *AVERAGED], marks=pytest.mark.slow)],
+    ids=["gradients", "averaged"],
+)
 def test_no_swap_loses_a_residual(names: list[str]) -> None:
     assert run_ranks(through_all_pairs, 4, names) == [[]] * 4
