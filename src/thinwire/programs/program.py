@@ -313,11 +313,11 @@ def unchanged(bucket: Bucket) -> Outcome:
     return Outcome(bucket.buffer, torch.zeros_like(bucket.buffer) if bucket.track_error else None)
 
 
-def outcome_of(program: Program, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-    """Run the program and validate its outcome."""
+def mean_of(program: Program, bucket: Bucket, memory: Memory) -> Collectives[torch.Tensor]:
+    """Run the program, validate its outcome, and return the mean alone."""
     outcome = yield from program(bucket, memory)
     check_outcome(program, outcome, bucket)
-    return outcome
+    return outcome.mean
 
 
 def check_outcome(program: Program, outcome: object, bucket: Bucket) -> None:

@@ -75,7 +75,7 @@ def shrinks(rank: int, world_size: int) -> None:
         numbers = torch.full((300,), float(rank))
         mine = Bucket(0, numbers, ("weight",), (torch.Size((20, 15)),), rank, size, 0)
         future = engine.submit(
-            mean_of(thinwire.Int8()(mine, Memory())), step=0, label="x", last=True, instead=mine.buffer
+            mean_of(thinwire.Int8(), mine, Memory()), step=0, label="x", last=True, instead=mine.buffer
         )
         engine.settle()
         torch.testing.assert_close(future.value(), torch.full((300,), (size - 1) / 2), atol=0.02, rtol=0)

@@ -15,7 +15,7 @@ from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.finite import finite
 from thinwire.programs.gathered import Gathered
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.program import Bucket, Program, outcome_of
+from thinwire.programs.program import Bucket, Program, mean_of
 from thinwire.programs.reduce_scatter import reduce_scatter
 from thinwire.programs.twoshot import TwoShot
 
@@ -96,7 +96,7 @@ def reduce_to_owners(
 
 def _from_all(program: Program, bucket: Bucket, pieces: Pieces, memory: Memory) -> Collectives[torch.Tensor]:
     """Average with a program among all ranks, and return the part of the mean that this rank owns."""
-    mean = (yield from outcome_of(program, bucket, memory)).mean
+    mean = yield from mean_of(program, bucket, memory)
     return pieces.cut(replace(bucket, buffer=mean).views(), mean)[bucket.rank]
 
 
