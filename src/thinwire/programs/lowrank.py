@@ -43,7 +43,7 @@ class LowRankGradient:
         self.rank = rank
         size = shape[0] * shape[1]
         self.matrix, self.rest = flat[:size].view(shape), flat[size:]
-        self.own, self.mean = Result(), Result()
+        self.own, self.mean = Approximation(), Approximation()
         self._residuals = residuals
 
     @property
@@ -130,7 +130,7 @@ class LowRankGradient:
         for _, view, residual in self._residuals:
             view.add_(residual)
 
-    def _write(self, result: "Result") -> None:
+    def _write(self, result: "Approximation") -> None:
         if result.product is not None:
             p, q = result.product
             product(p, q, into=self.matrix)
@@ -138,7 +138,7 @@ class LowRankGradient:
             self.rest.copy_(result.rest)
 
 
-class Result:
+class Approximation:
     """The result of one gradient: P and Q of its matrix, and the rest."""
 
     product: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -148,24 +148,24 @@ class Result:
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Residuals, with the gradients of the same parameters."""
 
-Parts: TypeAlias = list[LowRankGradient]
-"""Parts whose matrices have one shape.
+MatrixGroup: TypeAlias = list[LowRankGradient]
+"""MatrixGroup whose matrices have one shape.
 
 Their factors are stacked with columns as rows, (part, rank, length). Products are two to five times as fast
 in this layout on a CPU, and QR expects it.
 """
 
 
-def by_shape(parts: list[LowRankGradient]) -> list[Parts]:
+def by_shape(parts: list[LowRankGradient]) -> list[MatrixGroup]:
     """Return the parts that have a matrix, grouped by its shape."""
-    groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
+    groups: defaultdict[tuple[int, int], MatrixGroup] = defaultdict(list)
     for part in parts:
         if part.matrix.numel():
             groups[part.shape].append(part)
     return list(groups.values())
 
 
-def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+def times(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
     """Return M Q of each matrix M, to which its residual is added first."""
     products = qs.new_empty(len(group), qs.shape[1], group[0].shape[0])
     for part, q, into in zip(group, qs, products, strict=True):
@@ -173,7 +173,7 @@ def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
+def transposed_times(group: MatrixGroup, ps: torch.Tensor) -> torch.Tensor:
     """Return M^T P of each matrix M."""
     products = ps.new_empty(len(group), ps.shape[1], group[0].columns)
     for part, p, into in zip(group, ps, products, strict=True):
@@ -181,7 +181,7 @@ def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def refined(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+def refined(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
     """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have.
 
     Where M is finite but its products overflow, in float16 above all, Q stays as it is. A non-finite Q would

@@ -33,7 +33,7 @@ from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.lowrank import (
     LowRankGradient,
-    Parts,
+    MatrixGroup,
     by_shape,
     orthonormal,
     refined,
@@ -48,9 +48,9 @@ from thinwire.programs.twoshot import TwoShot
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _INT8 = TwoShot(Quantize(bits=8, block=64))
 """The exchange of 8-bit factors."""
-_WARMUP = 8
+_WARMUP_STEPS = 8
 """Steps of the default warm-up (docs/benchmarks.md, from `thinwire bench`)."""
-_START = TwoShot(Quantize(bits=4, block=64))
+_INT4 = TwoShot(Quantize(bits=4, block=64))
 """The exchange of the warm-up, a seventh of the exact bytes."""
 
 
@@ -124,7 +124,7 @@ class PowerSGD(Program):
     @property
     def start_steps(self) -> int:
         """The number of warm-up steps, as given or the default."""
-        return _WARMUP if self.warmup is None else self.warmup
+        return _WARMUP_STEPS if self.warmup is None else self.warmup
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
@@ -132,7 +132,7 @@ class PowerSGD(Program):
             add_residuals(bucket, memory)
             return unchanged(bucket)
         if bucket.step < self.start_steps:
-            return (yield from self._start(bucket, memory))
+            return (yield from self._warm_up(bucket, memory))
         # Matrices of one shape are stacked in a group: a few large operations instead of many small ones.
         wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
         parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
@@ -140,7 +140,7 @@ class PowerSGD(Program):
 
         # Q <- the last step's Q, orthonormalised. QR's last bits may differ between hosts: only their mean is
         # used, in P.
-        qs = [orthonormal(q) for q in self._starts(groups, bucket, memory)]
+        qs = [orthonormal(q) for q in self._first_qs(groups, bucket, memory)]
 
         # P <- M Q, averaged, where M is gradient + residual. Gradients that are not compressed, such as
         # vectors, share the all-reduce.
@@ -207,16 +207,16 @@ class PowerSGD(Program):
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
-    def _start(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+    def _warm_up(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Average with 4-bit integers, and update Q from the mean, which needs no exchange."""
-        program = ErrorFeedback(_START) if self.error_feedback else _START
+        program = ErrorFeedback(_INT4) if self.error_feedback else _INT4
         outcome = yield from program(replace(bucket, exact=self._exact_in(bucket)), memory)
         if self.warm_start:
             # Q <- M^T orthonormal(M Q) of the mean M, which all ranks have. So the first low-rank step begins
             # with a basis of recent gradients instead of a random one.
             wide = outcome.mean.to(_precise(outcome.mean.dtype))
             groups = by_shape(self._parts(replace(bucket, buffer=wide), None))
-            starts = self._starts(groups, bucket, memory)
+            starts = self._first_qs(groups, bucket, memory)
             qs = [refined(group, start) for group, start in zip(groups, starts, strict=True)]
             self._remember(groups, qs, memory)
         return outcome
@@ -292,16 +292,16 @@ class PowerSGD(Program):
         outcome = yield from _INT8(numbers, Memory())
         return flat if outcome.error is None else flat - outcome.error, outcome.mean
 
-    def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+    def _first_qs(self, groups: list[MatrixGroup], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """Return each matrix's Q of the step before, or a random one, stacked by group."""
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: LowRankGradient) -> torch.Tensor:
             # By name, not by bucket, and on the CPU: the same Q on all ranks, in any bucket, on any device.
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
-            chance = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
             numbers = torch.randn(
-                part.rank, part.columns, generator=chance, dtype=torch.float32, device=chance.device
+                part.rank, part.columns, generator=generator, dtype=torch.float32, device=generator.device
             )
             return numbers.to(bucket.buffer.device, dtype)
 
@@ -312,7 +312,7 @@ class PowerSGD(Program):
             for group in groups
         ]
 
-    def _remember(self, groups: list[Parts], qs: list[torch.Tensor], memory: Memory) -> None:
+    def _remember(self, groups: list[MatrixGroup], qs: list[torch.Tensor], memory: Memory) -> None:
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
                 memory.put(part.name, part.key, q)

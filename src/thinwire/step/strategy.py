@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from thinwire.engine.engine import Engine
     from thinwire.monitors.auditor import Auditor, OnExcess
     from thinwire.programs.memory import Memory
-    from thinwire.step.transaction import StepTransaction
+    from thinwire.step.transaction import Steps
 
 
 class Configuration(ReprAsWritten):
@@ -187,7 +187,7 @@ class Context:
     model: Model
     communicator: "GroupCommunicator"
     engine: "Engine"
-    steps: "StepTransaction"
+    steps: "Steps"
     settle_leftover: Callable[[], None]
     memory: "Memory"
     rules: Rules

@@ -76,7 +76,7 @@ class OpenTransaction:
             undo()
 
 
-class StepTransaction:
+class Steps:
     """A model's training steps, one at a time, and the only writer of their count.
 
     A step counts as a whole or not at all. All ranks agree on whether a mean is non-finite. If so, all
