@@ -206,7 +206,7 @@ class BlockCodec(Codec):
             length: Number of elements of the tensor.
 
         Returns:
-            `block`, or `length` if the tensor is shorter.
+            `block`, or `length` rounded up to a multiple of 8 if that is less.
         """
         return self._shape(length)[1]
 

@@ -16,7 +16,7 @@ from thinwire.errors import ThinwireError
 
 
 class EngineStep:
-    """The programs of one backward pass."""
+    """The programs of one backward pass, or of one exchange between two."""
 
     def __init__(self, trace: StepTrace) -> None:
         self.agenda = Agenda()

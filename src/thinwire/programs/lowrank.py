@@ -2,7 +2,8 @@
 
 PowerSGD on a CPU is bound by memory rather than by arithmetic. So each of its three passes reads a matrix
 once, in native code if that is in use. The first adds the residual and computes M Q, the second computes M^T
-P, and the third computes P Q^T and the new residual.
+P, and the third computes P Q^T and the new residual. P and Q are stored transposed (`MatrixGroup`), so M Q is
+computed as Q^T M^T.
 """
 
 from collections import defaultdict
@@ -57,7 +58,7 @@ class LowRankGradient:
         return f"q {self.rank}x{self.columns}"
 
     def times(self, q: torch.Tensor, into: torch.Tensor) -> None:
-        """Add the residual to the gradient, and write M Q."""
+        """Add the residual to the gradient, and write M Q, transposed as `q` is."""
         residuals = [residual for _, _, residual in self._residuals]
         if len(q) <= _FEW and self._one_residual() and lowrank.supported(self.matrix, q, into, *residuals):
             lowrank.times(self.matrix, residuals[0] if residuals else None, q, into)
@@ -66,7 +67,7 @@ class LowRankGradient:
             into.copy_(q @ self.matrix.mT)
 
     def transposed_times(self, p: torch.Tensor, into: torch.Tensor) -> None:
-        """Write M^T P."""
+        """Write M^T P, transposed as `p` is."""
         if len(p) <= _FEW and lowrank.supported(self.matrix, p, into):
             lowrank.transposed_times(self.matrix, p, into)
         else:
@@ -82,7 +83,7 @@ class LowRankGradient:
         """Write the mean, and keep the gradient less the mean ("mean") or less this rank's share ("sent").
 
         Args:
-            against: "mean" or "sent".
+            against: The option `residual` of `PowerSGD`.
             memory: Where the residuals are kept.
             dtype: The dtype that the mean is rounded to afterwards, which residuals compensate.
         """
@@ -139,7 +140,7 @@ class LowRankGradient:
 
 
 class Approximation:
-    """The result of one gradient: P and Q of its matrix, and the rest."""
+    """A gradient after compression: the factors P and Q of its matrix, and its rest."""
 
     product: tuple[torch.Tensor, torch.Tensor] | None = None
     rest: torch.Tensor | None = None
@@ -149,10 +150,10 @@ Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Residuals, with the gradients of the same parameters."""
 
 MatrixGroup: TypeAlias = list[LowRankGradient]
-"""MatrixGroup whose matrices have one shape.
+"""Gradients whose matrices have one shape.
 
-Their factors are stacked with columns as rows, (part, rank, length). Products are two to five times as fast
-in this layout on a CPU, and QR expects it.
+Their factors are stacked and transposed, (gradient, rank, length), so a column of P or Q is a row here.
+Products are two to five times as fast in this layout on a CPU, and QR expects it.
 """
 
 

@@ -2,6 +2,7 @@ r"""PowerSGD: gradients as products of two thin matrices, found by one step of s
 
 For each gradient matrix M (n x m), with Q (m x r) left from the step before:
 
+    Q = orthonormal basis of Q
     P = mean over ranks of M Q        first all-reduce, n r numbers
     P = orthonormal basis of P
     Q = mean over ranks of M^T P      second all-reduce, m r numbers
@@ -51,7 +52,7 @@ _INT8 = TwoShot(Quantize(bits=8, block=64))
 _WARMUP_STEPS = 8
 """Steps of the default warm-up (docs/benchmarks.md, from `thinwire bench`)."""
 _INT4 = TwoShot(Quantize(bits=4, block=64))
-"""The exchange of the warm-up, a seventh of the exact bytes."""
+"""The exchange of gradients in the warm-up, a seventh of the exact bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -138,7 +139,9 @@ class PowerSGD(Program):
         parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
         groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
 
-        # Q <- the last step's Q, orthonormalised. QR's last bits may differ between hosts: only their mean is
+        # Q <- the last step's Q, orthonormalised as in torch's hook. The paper leaves Q as it is. The span of
+        # M Q is then the same, but its columns differ as the squares of M's singular values do, and the small
+        # ones are lost where P is rounded. QR's last bits may differ between hosts: only the mean of M Q is
         # used, in P.
         qs = [orthonormal(q) for q in self._first_qs(groups, bucket, memory)]
 
@@ -233,7 +236,7 @@ class PowerSGD(Program):
         return frozenset(name for name, shape in shapes if self._matrix_shape(shape) == (0, 0))
 
     def _parts(self, bucket: Bucket, memory: Memory | None) -> list[LowRankGradient]:
-        """Return one part for each gradient of the bucket, or one for all if flattened.
+        """Return the bucket's gradients as matrices and rests, one by one, or all as one matrix if flattened.
 
         Args:
             bucket: The gradients.
@@ -293,7 +296,7 @@ class PowerSGD(Program):
         return flat if outcome.error is None else flat - outcome.error, outcome.mean
 
     def _first_qs(self, groups: list[MatrixGroup], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
-        """Return each matrix's Q of the step before, or a random one, stacked by group."""
+        """Return the Q that each matrix begins the step with, the last step's or a random one, by group."""
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: LowRankGradient) -> torch.Tensor:

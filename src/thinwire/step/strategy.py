@@ -4,8 +4,8 @@
     strategy        that configuration running on one model, with all mutable state
 
 A gradient program needs no configuration class: it runs as `Gradients(program)`. Anything else derives from
-`Configuration` and returns the `Strategy` that runs it from `bind`. A strategy of your own needs no change of
-thinwire:
+`Configuration` and returns the `Strategy` that runs it from `bind`. Configurations that average models derive
+from `Averaging`, which brings its strategy. A strategy of your own needs no change of thinwire:
 
     @dataclass(frozen=True)
     class Every(Configuration):
@@ -209,8 +209,9 @@ class Context:
 class Strategy:
     """A configuration running on one model. Override the methods that differ from plain gradient averaging.
 
-    One step makes these calls, in this order: `begin_step` with its first bucket, `wrap` for each program,
-    then `agree_finite` and `end_backward` after backward.
+    One step makes these calls, in this order: `begin_step` with its first bucket, `exceptions`, `wrap` for
+    each program, then `agree_finite` and `end_backward` after backward. If `begins_steps` is False, the first
+    three are made only where the programs may have changed.
 
     Args:
         config: The configuration to run.
