@@ -20,7 +20,7 @@ settings.load_profile("thinwire")
 
 
 def pytest_collection_finish() -> None:
-    """Exempt torch's million objects from garbage collection: looking at them takes 150 ms each time."""
+    """Exempt torch's modules from garbage collection: looking at them takes 150 ms each time."""
     gc.collect()
     gc.freeze()
 

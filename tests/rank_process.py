@@ -60,7 +60,7 @@ def serve(pipe: Connection) -> None:
     # The fork server ends with the test process, however that ends, and so does this one.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    gc.freeze()  # torch's million objects are never collected; looking at them takes 150 ms each time
+    gc.freeze()  # what torch's modules hold is never garbage; looking at it takes 150 ms each time
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "LBFGS"):

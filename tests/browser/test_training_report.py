@@ -124,6 +124,6 @@ def test_without_audits_and_times_the_page_says_so(browser: Browser, tmp_path: P
     assert "Whether steps are faster is not known" in page.locator(".verdict").inner_text()
     told = page.locator(".key").inner_text()
     assert "watch.log(loss=loss)" in told
-    assert "no times of steps" in told
+    assert "That of exact steps is not known" in told
     assert noise == []
     page.close()

@@ -44,7 +44,8 @@ RATIOS = {  # plain DDP's bytes over the program's, for 8 steps of this model on
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Call `function(rank, *args)` on every rank, in the environment that torchrun would give it."""
-    return run_ranks(_as_torchrun, world_size, function, args)
+    # Frameworks keep singletons of the process group that they found.
+    return run_ranks(_as_torchrun, world_size, function, args, fresh=True)
 
 
 def _as_torchrun(rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

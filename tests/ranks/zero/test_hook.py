@@ -243,4 +243,4 @@ def bereft(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_dies_mid_step_is_an_error() -> None:
     told, _ = run_ranks(bereft, 2, dies=[1], group_timeout=6)
-    assert "rank 1" in told
+    assert "rank 1" in told.lower()
