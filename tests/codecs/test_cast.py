@@ -1,3 +1,5 @@
+"""The codec that casts to 16 bits."""
+
 import math
 
 import pytest

@@ -43,7 +43,7 @@ def starts_of(state: PowerSGDState, dtype: torch.dtype) -> list[torch.Tensor]:
     chosen, memory = program(state, flatten=False), StateMemory(state)
     bucket = Bucket(0, flat, names, shapes, 0, 1, 0)
     parts = chosen._parts(bucket, memory)
-    return chosen._starts([parts[:2], parts[2:]], bucket, memory)
+    return chosen._first_qs([parts[:2], parts[2:]], bucket, memory)
 
 
 @pytest.mark.parametrize("together", [False, True])

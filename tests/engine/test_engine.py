@@ -1,4 +1,4 @@
-"""The engine in one process, with a communicator that answers itself."""
+"""The engine and its scheduler in one process, with a communicator that answers itself."""
 
 import gc
 import threading

@@ -1,3 +1,5 @@
+"""Bytes and times of steps, and their totals."""
+
 import torch
 
 from thinwire import AllGather, AllReduce

@@ -1,3 +1,5 @@
+"""Collectives as descriptions: the bytes that each sends, and invalid tensors."""
+
 import pytest
 import torch
 

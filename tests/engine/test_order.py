@@ -1,3 +1,5 @@
+"""The static order and its agenda, as properties of random arrivals."""
+
 import random
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Tensors packed into one buffer, and views of it."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""`simulate`: every collective's result, the static order, and ranks whose collectives differ."""
+
 import pytest
 import torch
 from hypothesis import given

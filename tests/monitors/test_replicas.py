@@ -1,3 +1,5 @@
+"""Fingerprints of parameters, and the comparison of replicas by them."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Memory: slots by parameter, staged, committed or rolled back with a step, saved and loaded."""
+
 import weakref
 
 import pytest

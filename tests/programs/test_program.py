@@ -1,3 +1,5 @@
+"""The base class of programs, and those of one all-reduce, on simulated ranks."""
+
 import functools
 import math
 from typing import Any

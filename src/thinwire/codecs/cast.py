@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from thinwire.codecs.codec import Codec, Parts, numbers_of, scratch_of
+from thinwire.codecs.codec import Codec, Parts, flat_output, numbers_of
 from thinwire.errors import OptionError
 
 _CARRIERS = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,5 +51,5 @@ class Cast(Codec):
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Write the numbers to `into`, in its dtype, and return it."""
         (part,) = parts
-        scratch_of(into).copy_(part)
+        flat_output(into).copy_(part)
         return into

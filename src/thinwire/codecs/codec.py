@@ -206,7 +206,7 @@ class BlockCodec(Codec):
             length: Number of elements of the tensor.
 
         Returns:
-            `block`, or `length` if the tensor is shorter.
+            `block`, or `length` rounded up to a multiple of 8 if that is less.
         """
         return self._shape(length)[1]
 
@@ -258,7 +258,7 @@ class BlockCodec(Codec):
 
     def decode(self, parts: Parts, into: torch.Tensor) -> torch.Tensor:
         """Decode block by block into `into`, and return it."""
-        flat = scratch_of(into)
+        flat = flat_output(into)
         kernel = self._native(flat, parts)
         if kernel is not None:
             scales, codes = parts
@@ -271,7 +271,7 @@ class BlockCodec(Codec):
 
     def add(self, parts: Parts, into: torch.Tensor, weight: float = 1.0) -> None:
         """Add `weight` times the encoded numbers, chunk by chunk while they are in the cache."""
-        flat = scratch_of(into)
+        flat = flat_output(into)
         kernel = self._native(flat, parts)
         if kernel is not None:
             scales, codes = parts
@@ -332,7 +332,7 @@ def numbers_of(x: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
 
 
-def scratch_of(into: torch.Tensor) -> torch.Tensor:
+def flat_output(into: torch.Tensor) -> torch.Tensor:
     """Return a flat view of `into` to write to. Raise OptionError unless it is contiguous."""
     if not into.is_contiguous():
         raise OptionError(

@@ -52,7 +52,7 @@ from thinwire.ddp_comm_hooks._hook import for_ddp, run_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.ddp.model import check_bucket, thinwire_hook
 from thinwire.programs.allreduce import Exact
-from thinwire.programs.lowrank import Parts
+from thinwire.programs.lowrank import MatrixGroup
 from thinwire.programs.memory import RESIDUAL, Memory, Place
 from thinwire.programs.powersgd import PowerSGD
 from thinwire.programs.program import Bucket, Programs
@@ -278,7 +278,7 @@ class TorchPowerSGD(PowerSGD):
 
     state: PowerSGDState = field(repr=False, compare=False)
 
-    def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+    def _first_qs(self, groups: list[MatrixGroup], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
         """Return each group's Q, either kept or drawn in torch's order from one seed per bucket."""
         kept = self.state.q_memory_dict
         known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
@@ -293,7 +293,9 @@ class TorchPowerSGD(PowerSGD):
         return [qs.to(bucket.buffer.device, dtype) for qs in drawn]
 
 
-def _draw(group: Parts, dtype: torch.dtype, generator: torch.Generator, *, together: bool) -> torch.Tensor:
+def _draw(
+    group: MatrixGroup, dtype: torch.dtype, generator: torch.Generator, *, together: bool
+) -> torch.Tensor:
     """Draw the Q of a group on the CPU, as torch does for any device."""
     rows, columns, rank = [len(group)] if together else [1] * len(group), group[0].columns, group[0].rank
     drawn = [torch.randn(n, columns, rank, dtype=dtype, device="cpu", generator=generator) for n in rows]

@@ -104,12 +104,12 @@ class Engine:
         with at_work():
             current = self._current_step(step)
             future = Result(instead.device, partial(_awaited, weakref.ref(self), current))
-            run = Task(program, label, last, current, instead, future)
+            task = Task(program, label, last, current, instead, future)
             if last:
                 self._ended, self._open = current, None
             if self._side_stream.separate:
                 self._side_stream.keep(instead)  # the caller may drop it while the program uses it
-            self._scheduler.add(run)
+            self._scheduler.add(task)
             self._move()
         return future
 

@@ -1,8 +1,9 @@
 """The static order of collectives, as pure functions without clocks, threads or I/O.
 
-A bucket's program is a sequence of stages, each ending in a collective. Buckets overlap: while one bucket's
-first collective is in flight, an earlier bucket issues its second. Collective `stage` of bucket `bucket` has
-the position
+A bucket is here what was submitted to the engine as one program: one of DDP's buckets, a slice of one, or
+other tensors. Buckets are numbered within a step. A bucket's program is a sequence of stages, each ending in
+a collective. Buckets overlap: while one bucket's first collective is in flight, an earlier bucket issues its
+second. Collective `stage` of bucket `bucket` has the position
 
     (bucket + LOOKAHEAD * stage, stage)
 

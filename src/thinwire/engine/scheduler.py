@@ -28,14 +28,14 @@ from thinwire.errors import ProgramError, ThinwireError, WireError
 class _LostError(Exception):
     """A collective that failed because a peer, or the network, is gone."""
 
-    def __init__(self, run: Task, waited: float, reason: str) -> None:
+    def __init__(self, task: Task, waited: float, reason: str) -> None:
         super().__init__(reason)
-        self.run = run
+        self.task = task
         self.waited = waited
 
 
 class Scheduler:
-    """The runs of an engine, advanced by any thread. Failures are kept in `error`, not raised.
+    """The tasks of an engine, advanced by any thread. Failures are kept in `error`, not raised.
 
     Only one thread at a time may call `advance`, and must hold `lock`.
 
@@ -71,10 +71,10 @@ class Scheduler:
         """True while a step is running."""
         return self._step is not None
 
-    def add(self, run: Task) -> None:
+    def add(self, task: Task) -> None:
         """Queue a program. The lock is not needed."""
         self.latest_arrival = time.monotonic()
-        self._arriving.append(run)
+        self._arriving.append(task)
 
     def barrier(self, step: EngineStep) -> None:
         """Run a step's queued programs to their ends before later ones. The lock is not needed."""
@@ -117,14 +117,14 @@ class Scheduler:
         if self._step is None and self._arriving:
             self._step = self._arriving[0].step
         while self._arriving and self._arriving[0].step is self._step:
-            run = self._arriving.popleft()
-            if isinstance(run, EngineStep):
-                run.agenda.barrier()
+            task = self._arriving.popleft()
+            if isinstance(task, EngineStep):
+                task.agenda.barrier()
                 continue
-            run.step.runs.append(run)
-            run.step.agenda.arrive()
-            if run.last:
-                run.step.agenda.close()
+            task.step.tasks.append(task)
+            task.step.agenda.arrive()
+            if task.last:
+                task.step.agenda.close()
         return self._step
 
     @property
@@ -145,13 +145,13 @@ class Scheduler:
         Returns:
             False if none is in flight.
         """
-        # Another thread may end the step meanwhile. Its runs and their records are only read here, and a
+        # Another thread may end the step meanwhile. Its tasks and their records are only read here, and a
         # collective that has ended already is not waited for.
         step = self._step
         flying = [
-            (run.record, run.pending)
-            for run in (tuple(step.runs) if step else ())
-            if run.record is not None and run.pending is not None and run.record.ended is None
+            (task.record, task.pending)
+            for task in (tuple(step.tasks) if step else ())
+            if task.record is not None and task.pending is not None and task.record.ended is None
         ]
         if not flying:
             return False
@@ -170,8 +170,8 @@ class Scheduler:
         step, self._step = self._step, None
         if first:
             report(self.communicator, f"{CAUSE}{error}")
-        for run in step.runs if step else ():
-            run.fail(error)
+        for task in step.tasks if step else ():
+            task.fail(error)
         if step:
             step.end()
         self._hang_up()
@@ -187,17 +187,17 @@ class Scheduler:
             stuck = False
             while not stuck and (turn := step.agenda.next()) is not None:
                 bucket, stage = turn
-                run = step.runs[bucket]
+                task = step.tasks[bucket]
                 # A program that took its turn early is at a later stage, or holds this stage's collective.
-                if run.stage == stage and run.held is None and run.program is not None:
-                    if not wait and run.pending is not None and not run.pending.done():
+                if task.stage == stage and task.held is None and task.program is not None:
+                    if not wait and task.pending is not None and not task.pending.done():
                         step.agenda.again(bucket, stage)
                         stuck = True
                         continue
-                    self._resume(run, bucket)
-                if run.stage == stage and run.held is not None:
-                    self._issue(run, bucket, run.held)
-                if run.program is not None:
+                    self._resume(task, bucket)
+                if task.stage == stage and task.held is not None:
+                    self._issue(task, bucket, task.held)
+                if task.program is not None:
                     step.agenda.again(bucket, stage + 1)
             if not self._take_early_turns(step):
                 return stuck
@@ -209,57 +209,57 @@ class Scheduler:
             Whether there were any. Turns of the static order may then be due.
         """
         taken = False
-        for bucket, run in enumerate(step.runs):
-            while run.early and run.held is None and run.pending is not None and run.pending.done():
+        for bucket, task in enumerate(step.tasks):
+            while task.early and task.held is None and task.pending is not None and task.pending.done():
                 taken = True
-                self._resume(run, bucket)
+                self._resume(task, bucket)
                 # A collective that ranks match by order is held until its turn.
-                if run.held is not None and run.early:
-                    self._issue(run, bucket, run.held)
+                if task.held is not None and task.early:
+                    self._issue(task, bucket, task.held)
         return taken
 
-    def _wait(self, run: Task) -> Any:
-        """Wait for the run's last collective and return its result."""
-        assert run.pending is not None
-        assert run.record is not None
+    def _wait(self, task: Task) -> Any:
+        """Wait for the task's last collective and return its result."""
+        assert task.pending is not None
+        assert task.record is not None
         received, reason = None, None
         try:
             with span("wait"):
-                received = run.pending.wait()
+                received = task.pending.wait()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-        if run.record.ended is None:
-            run.record.ended = time.perf_counter()
+        if task.record.ended is None:
+            task.record.ended = time.perf_counter()
         if reason is not None:  # raised outside the except block, so that no traceback keeps the collective
-            raise _LostError(run, run.record.ended - run.record.issued, reason)
+            raise _LostError(task, task.record.ended - task.record.issued, reason)
         return received
 
-    def _resume(self, run: Task, bucket: int) -> None:
+    def _resume(self, task: Task, bucket: int) -> None:
         """Resume the program with the result of its collective, and keep its next collective, if any."""
-        assert run.program is not None
-        received = None if run.pending is None else self._wait(run)
+        assert task.program is not None
+        received = None if task.pending is None else self._wait(task)
         started = time.perf_counter()
         try:
-            with span(stage_name(run.stage, self._stages.get(bucket))):
-                run.held = run.program.send(received)
+            with span(stage_name(task.stage, self._stages.get(bucket))):
+                task.held = task.program.send(received)
         except StopIteration as stop:
-            self._stages[bucket] = run.stage
-            run.resolve(stop.value)
+            self._stages[bucket] = task.stage
+            task.resolve(stop.value)
         except ThinwireError:
             raise
         except Exception as error:
             raise ProgramError(
-                f"the program failed on {run.label}, after {run.stage} collectives:"
+                f"the program failed on {task.label}, after {task.stage} collectives:"
                 f" {type(error).__name__}: {error}"
             ) from error
         finally:
-            run.step.trace.encode_seconds += time.perf_counter() - started
-        op = run.held
-        run.early = isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
+            task.step.trace.encode_seconds += time.perf_counter() - started
+        op = task.held
+        task.early = isinstance(op, Collective) and not op.in_order and self.communicator.in_any_order(op)
 
-    def _issue(self, run: Task, bucket: int, op: Collective | Await) -> None:
-        started, run.op, lost = time.perf_counter(), op, None
-        turn = (bucket, run.stage) if run.early else None
+    def _issue(self, task: Task, bucket: int, op: Collective | Await) -> None:
+        started, task.op, lost = time.perf_counter(), op, None
+        turn = (bucket, task.stage) if task.early else None
         try:
             with span("issue"):
                 pending = self.communicator.issue(op, turn)
@@ -268,12 +268,12 @@ class Scheduler:
         except RuntimeError as error:
             if isinstance(error, ThinwireError):
                 raise
-            raise ProgramError(f"the backend rejected {op}, for {run.label}: {error}") from error
+            raise ProgramError(f"the backend rejected {op}, for {task.label}: {error}") from error
         if lost is not None:
-            raise _LostError(run, time.perf_counter() - started, lost)
-        run.record = run.step.trace.issued(bucket, run.stage, op)
-        run.pending, run.held = pending, None
-        run.stage += 1
+            raise _LostError(task, time.perf_counter() - started, lost)
+        task.record = task.step.trace.issued(bucket, task.stage, op)
+        task.pending, task.held = pending, None
+        task.stage += 1
 
     def _finish(self, step: EngineStep) -> None:
         now = time.perf_counter()
@@ -284,17 +284,17 @@ class Scheduler:
 
     def _explain(self, lost: _LostError, step: EngineStep) -> WireError:
         """Return the error for a failed collective, naming the ranks that may have caused it."""
-        run, waited_for = lost.run, str(lost.run.op)
-        where = f"step {step.trace.step}, {run.label}, stage {run.record.stage if run.record else 0}"
+        task, waited_for = lost.task, str(lost.task.op)
+        where = f"step {step.trace.step}, {task.label}, stage {task.record.stage if task.record else 0}"
         (own,) = world_ranks(self.communicator, [self.communicator.rank])
         report(self.communicator, f"waited for {waited_for} at {where}")
-        for other in step.runs:  # a pending receive would keep its connection open, and peers waiting
+        for other in step.tasks:  # a pending receive would keep its connection open, and peers waiting
             other.pending = None
         self._hang_up()
         return WireError(
             f"rank {own} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
-            f" failed. {unresponsive(self.communicator, run.op)} The job cannot continue: restart it from its"
-            f" last checkpoint. (Backend error: {lost})"
+            f" failed. {unresponsive(self.communicator, task.op)} The job cannot continue: restart it from"
+            f" its last checkpoint. (Backend error: {lost})"
         )
 
     def _hang_up(self) -> None:

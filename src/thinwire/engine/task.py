@@ -16,11 +16,11 @@ from thinwire.errors import ThinwireError
 
 
 class EngineStep:
-    """The programs of one backward pass."""
+    """The programs of one backward pass, or of one exchange between two."""
 
     def __init__(self, trace: StepTrace) -> None:
         self.agenda = Agenda()
-        self.runs: list[Task] = []
+        self.tasks: list[Task] = []
         self.trace = trace
         self.done = threading.Event()
         self.thread = threading.get_ident()
@@ -31,12 +31,12 @@ class EngineStep:
 
     @property
     def step(self) -> "EngineStep":
-        """The step itself. Queued among its runs, it separates those before it from those after it."""
+        """The step itself. Queued among its tasks, it separates those before it from those after it."""
         return self
 
     def end(self) -> None:
         """Mark the step as done, and drop the references to its buckets."""
-        self.runs.clear()
+        self.tasks.clear()
         self.done.set()
 
 

@@ -2,7 +2,8 @@
 
 PowerSGD on a CPU is bound by memory rather than by arithmetic. So each of its three passes reads a matrix
 once, in native code if that is in use. The first adds the residual and computes M Q, the second computes M^T
-P, and the third computes P Q^T and the new residual.
+P, and the third computes P Q^T and the new residual. P and Q are stored transposed (`MatrixGroup`), so M Q is
+computed as Q^T M^T.
 """
 
 from collections import defaultdict
@@ -43,7 +44,7 @@ class LowRankGradient:
         self.rank = rank
         size = shape[0] * shape[1]
         self.matrix, self.rest = flat[:size].view(shape), flat[size:]
-        self.own, self.mean = Result(), Result()
+        self.own, self.mean = Approximation(), Approximation()
         self._residuals = residuals
 
     @property
@@ -57,7 +58,7 @@ class LowRankGradient:
         return f"q {self.rank}x{self.columns}"
 
     def times(self, q: torch.Tensor, into: torch.Tensor) -> None:
-        """Add the residual to the gradient, and write M Q."""
+        """Add the residual to the gradient, and write M Q, transposed as `q` is."""
         residuals = [residual for _, _, residual in self._residuals]
         if len(q) <= _FEW and self._one_residual() and lowrank.supported(self.matrix, q, into, *residuals):
             lowrank.times(self.matrix, residuals[0] if residuals else None, q, into)
@@ -66,7 +67,7 @@ class LowRankGradient:
             into.copy_(q @ self.matrix.mT)
 
     def transposed_times(self, p: torch.Tensor, into: torch.Tensor) -> None:
-        """Write M^T P."""
+        """Write M^T P, transposed as `p` is."""
         if len(p) <= _FEW and lowrank.supported(self.matrix, p, into):
             lowrank.transposed_times(self.matrix, p, into)
         else:
@@ -82,7 +83,7 @@ class LowRankGradient:
         """Write the mean, and keep the gradient less the mean ("mean") or less this rank's share ("sent").
 
         Args:
-            against: "mean" or "sent".
+            against: The option `residual` of `PowerSGD`.
             memory: Where the residuals are kept.
             dtype: The dtype that the mean is rounded to afterwards, which residuals compensate.
         """
@@ -130,7 +131,7 @@ class LowRankGradient:
         for _, view, residual in self._residuals:
             view.add_(residual)
 
-    def _write(self, result: "Result") -> None:
+    def _write(self, result: "Approximation") -> None:
         if result.product is not None:
             p, q = result.product
             product(p, q, into=self.matrix)
@@ -138,8 +139,8 @@ class LowRankGradient:
             self.rest.copy_(result.rest)
 
 
-class Result:
-    """The result of one gradient: P and Q of its matrix, and the rest."""
+class Approximation:
+    """A gradient after compression: the factors P and Q of its matrix, and its rest."""
 
     product: tuple[torch.Tensor, torch.Tensor] | None = None
     rest: torch.Tensor | None = None
@@ -148,24 +149,24 @@ class Result:
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Residuals, with the gradients of the same parameters."""
 
-Parts: TypeAlias = list[LowRankGradient]
-"""Parts whose matrices have one shape.
+MatrixGroup: TypeAlias = list[LowRankGradient]
+"""Gradients whose matrices have one shape.
 
-Their factors are stacked with columns as rows, (part, rank, length). Products are two to five times as fast
-in this layout on a CPU, and QR expects it.
+Their factors are stacked and transposed, (gradient, rank, length), so a column of P or Q is a row here.
+Products are two to five times as fast in this layout on a CPU, and QR expects it.
 """
 
 
-def by_shape(parts: list[LowRankGradient]) -> list[Parts]:
+def by_shape(parts: list[LowRankGradient]) -> list[MatrixGroup]:
     """Return the parts that have a matrix, grouped by its shape."""
-    groups: defaultdict[tuple[int, int], Parts] = defaultdict(list)
+    groups: defaultdict[tuple[int, int], MatrixGroup] = defaultdict(list)
     for part in parts:
         if part.matrix.numel():
             groups[part.shape].append(part)
     return list(groups.values())
 
 
-def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+def times(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
     """Return M Q of each matrix M, to which its residual is added first."""
     products = qs.new_empty(len(group), qs.shape[1], group[0].shape[0])
     for part, q, into in zip(group, qs, products, strict=True):
@@ -173,7 +174,7 @@ def times(group: Parts, qs: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
+def transposed_times(group: MatrixGroup, ps: torch.Tensor) -> torch.Tensor:
     """Return M^T P of each matrix M."""
     products = ps.new_empty(len(group), ps.shape[1], group[0].columns)
     for part, p, into in zip(group, ps, products, strict=True):
@@ -181,7 +182,7 @@ def transposed_times(group: Parts, ps: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def refined(group: Parts, qs: torch.Tensor) -> torch.Tensor:
+def refined(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
     """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have.
 
     Where M is finite but its products overflow, in float16 above all, Q stays as it is. A non-finite Q would

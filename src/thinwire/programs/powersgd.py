@@ -2,6 +2,7 @@ r"""PowerSGD: gradients as products of two thin matrices, found by one step of s
 
 For each gradient matrix M (n x m), with Q (m x r) left from the step before:
 
+    Q = orthonormal basis of Q
     P = mean over ranks of M Q        first all-reduce, n r numbers
     P = orthonormal basis of P
     Q = mean over ranks of M^T P      second all-reduce, m r numbers
@@ -33,7 +34,7 @@ from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
 from thinwire.programs.lowrank import (
     LowRankGradient,
-    Parts,
+    MatrixGroup,
     by_shape,
     orthonormal,
     refined,
@@ -48,10 +49,10 @@ from thinwire.programs.twoshot import TwoShot
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _INT8 = TwoShot(Quantize(bits=8, block=64))
 """The exchange of 8-bit factors."""
-_WARMUP = 8
+_WARMUP_STEPS = 8
 """Steps of the default warm-up (docs/benchmarks.md, from `thinwire bench`)."""
-_START = TwoShot(Quantize(bits=4, block=64))
-"""The exchange of the warm-up, a seventh of the exact bytes."""
+_INT4 = TwoShot(Quantize(bits=4, block=64))
+"""The exchange of gradients in the warm-up, a seventh of the exact bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -124,7 +125,7 @@ class PowerSGD(Program):
     @property
     def start_steps(self) -> int:
         """The number of warm-up steps, as given or the default."""
-        return _WARMUP if self.warmup is None else self.warmup
+        return _WARMUP_STEPS if self.warmup is None else self.warmup
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """All-reduce P together with all uncompressed tensors, then Q. In the warm-up, send 4 bits."""
@@ -132,15 +133,17 @@ class PowerSGD(Program):
             add_residuals(bucket, memory)
             return unchanged(bucket)
         if bucket.step < self.start_steps:
-            return (yield from self._start(bucket, memory))
+            return (yield from self._warm_up(bucket, memory))
         # Matrices of one shape are stacked in a group: a few large operations instead of many small ones.
         wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
         parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
         groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
 
-        # Q <- the last step's Q, orthonormalised. QR's last bits may differ between hosts: only their mean is
+        # Q <- the last step's Q, orthonormalised as in torch's hook. The paper leaves Q as it is. The span of
+        # M Q is then the same, but its columns differ as the squares of M's singular values do, and the small
+        # ones are lost where P is rounded. QR's last bits may differ between hosts: only the mean of M Q is
         # used, in P.
-        qs = [orthonormal(q) for q in self._starts(groups, bucket, memory)]
+        qs = [orthonormal(q) for q in self._first_qs(groups, bucket, memory)]
 
         # P <- M Q, averaged, where M is gradient + residual. Gradients that are not compressed, such as
         # vectors, share the all-reduce.
@@ -207,16 +210,16 @@ class PowerSGD(Program):
         m = length // n if n else 0
         return (n, m) if (n + m) * min(n, m, self.rank) * self.min_compression < n * m else (0, 0)
 
-    def _start(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+    def _warm_up(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Average with 4-bit integers, and update Q from the mean, which needs no exchange."""
-        program = ErrorFeedback(_START) if self.error_feedback else _START
+        program = ErrorFeedback(_INT4) if self.error_feedback else _INT4
         outcome = yield from program(replace(bucket, exact=self._exact_in(bucket)), memory)
         if self.warm_start:
             # Q <- M^T orthonormal(M Q) of the mean M, which all ranks have. So the first low-rank step begins
             # with a basis of recent gradients instead of a random one.
             wide = outcome.mean.to(_precise(outcome.mean.dtype))
             groups = by_shape(self._parts(replace(bucket, buffer=wide), None))
-            starts = self._starts(groups, bucket, memory)
+            starts = self._first_qs(groups, bucket, memory)
             qs = [refined(group, start) for group, start in zip(groups, starts, strict=True)]
             self._remember(groups, qs, memory)
         return outcome
@@ -233,7 +236,7 @@ class PowerSGD(Program):
         return frozenset(name for name, shape in shapes if self._matrix_shape(shape) == (0, 0))
 
     def _parts(self, bucket: Bucket, memory: Memory | None) -> list[LowRankGradient]:
-        """Return one part for each gradient of the bucket, or one for all if flattened.
+        """Return the bucket's gradients as matrices and rests, one by one, or all as one matrix if flattened.
 
         Args:
             bucket: The gradients.
@@ -292,16 +295,16 @@ class PowerSGD(Program):
         outcome = yield from _INT8(numbers, Memory())
         return flat if outcome.error is None else flat - outcome.error, outcome.mean
 
-    def _starts(self, groups: list[Parts], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
-        """Return each matrix's Q of the step before, or a random one, stacked by group."""
+    def _first_qs(self, groups: list[MatrixGroup], bucket: Bucket, memory: Memory) -> list[torch.Tensor]:
+        """Return the Q that each matrix begins the step with, the last step's or a random one, by group."""
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: LowRankGradient) -> torch.Tensor:
             # By name, not by bucket, and on the CPU: the same Q on all ranks, in any bucket, on any device.
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
-            chance = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
             numbers = torch.randn(
-                part.rank, part.columns, generator=chance, dtype=torch.float32, device=chance.device
+                part.rank, part.columns, generator=generator, dtype=torch.float32, device=generator.device
             )
             return numbers.to(bucket.buffer.device, dtype)
 
@@ -312,7 +315,7 @@ class PowerSGD(Program):
             for group in groups
         ]
 
-    def _remember(self, groups: list[Parts], qs: list[torch.Tensor], memory: Memory) -> None:
+    def _remember(self, groups: list[MatrixGroup], qs: list[torch.Tensor], memory: Memory) -> None:
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
                 memory.put(part.name, part.key, q)

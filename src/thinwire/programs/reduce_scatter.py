@@ -58,6 +58,8 @@ def to_owners(
     lengths = rows.lengths
     others = [owner for owner in range(len(lengths)) if owner != rank]
     own = lengths[rank]
+    # Rows of one length are a plain all-to-all. This rank's own row has a place in it that is neither written
+    # nor read. Rows that differ need an exchange of given lengths, in which its own is empty.
     if min(lengths) == max(lengths):
         sent = rows.empty(len(lengths) * own).view(len(lengths), own)
         by_owner = list(sent)

@@ -1,4 +1,8 @@
-"""A program of two collectives on encoded chunks, whose bytes do not grow with the number of ranks."""
+"""The two-shot all-reduce on encoded numbers: a reduce-scatter, then an all-gather.
+
+Every rank averages one chunk for all ranks, so the bytes of a rank do not grow with their number. (A one-shot
+all-reduce, as `Gathered` is, sends everything to every rank.)
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +85,7 @@ class TwoShot(Program):
         encodings = [(coders[sender], sent[:-1]) for sender, sent in received.items()]
         coders[rank].encode_mean(numbers.given(rank), encodings, world, numbers.errors(rank), tuple(parts))
         own = torch.cat([*numbers.exact(rank), exact[:0]], out=torch.empty_like(exact))
-        exact.copy_(_mean([received[place][-1] if place != rank else own for place in range(world)]))
+        exact.copy_(_mean([received[sender][-1] if sender != rank else own for sender in range(world)]))
 
         # Phase 2, all-gather: every rank receives the means of all chunks, and decodes the same bytes. A
         # chunk's owner decodes them too: if it kept its more precise mean, replicas would diverge.
@@ -139,30 +143,31 @@ class _Numbers:
         self._tracked = bucket.track_error and bucket.residuals is None
         self._mean = torch.empty_like(bucket.buffer) if self._tracked else bucket.buffer
 
-    def given(self, place: int) -> CoderInput:
-        """Return the numbers of a chunk that are encoded, with their residuals."""
-        share, residuals = self._division.coded[place], self._bucket.residuals
+    def given(self, owner: int) -> CoderInput:
+        """Return the numbers of an owner's chunk that are encoded, with their residuals."""
+        share, residuals = self._division.coded[owner], self._bucket.residuals
         values = in_pieces(self._values, share)
         if residuals is None:
             return CoderInput(values)
         return CoderInput(values, _present(residuals.old, share), residuals.keep)
 
-    def errors(self, place: int) -> Tensors | None:
-        """Return the tensors for a chunk's errors, or None if they are not needed."""
-        share, residuals = self._division.coded[place], self._bucket.residuals
+    def errors(self, owner: int) -> Tensors | None:
+        """Return the tensors for the errors of an owner's chunk, or None if they are not needed."""
+        share, residuals = self._division.coded[owner], self._bucket.residuals
         if residuals is not None:
             return _present(residuals.new, share)
         return in_pieces(self._values, share) if self._tracked else None
 
-    def exact(self, place: int) -> Tensors:
-        """Return the exact numbers of a chunk."""
-        return in_pieces(self._values, self._division.exact[place])
+    def exact(self, owner: int) -> Tensors:
+        """Return the exact numbers of an owner's chunk."""
+        return in_pieces(self._values, self._division.exact[owner])
 
     def for_means(self) -> Tensors:
-        """Return the tensors for the means, by parameter."""
+        """Return the tensors for the means, by parameter. Call it after the last use of the gradients."""
         if self._tracked:
-            for place in range(len(self._division.exact)):
-                for piece in self.exact(place):
+            # The gradients' buffer becomes the outcome's error. Exact numbers have none.
+            for owner in range(len(self._division.exact)):
+                for piece in self.exact(owner):
                     piece.zero_()
         return list(numbers_of(self._mean).split(self._lengths))
 

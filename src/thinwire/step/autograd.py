@@ -8,7 +8,7 @@
 | `Optimizer._optimizer_step_pre_hooks` and five more | the hooks of an optimizer that wraps another | 2.6 |
 
 Since: the oldest inspected version that has it. All are in 2.6, 2.9, 2.13 and 2.15. `private` reads them. It
-    raises UnavailableError with torch's version if a name is missing.
+raises UnavailableError with torch's version if a name is missing.
 """
 
 from collections import OrderedDict

@@ -319,7 +319,7 @@ class Buckets:
         return [BucketPart(program, tuple(names)) for program, names in members.values()]
 
     def _piece(self, part: BucketPart, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> Piece:
-        shared = run_of(part.names, bucket)
+        shared = consecutive(part.names, bucket)
         in_order = part.program.ignores_order or all(
             name in views and views[name].is_contiguous() for name in part.names
         )
@@ -382,7 +382,7 @@ class PendingBucket:
             self.future.fail(error)
 
 
-def run_of(names: Sequence[str], bucket: Bucket) -> Bucket | None:
+def consecutive(names: Sequence[str], bucket: Bucket) -> Bucket | None:
     """Return consecutive parameters as a bucket that shares memory; None if they are not consecutive."""
     first = bucket.names.index(names[0]) if names[0] in bucket.names else 0
     if bucket.names[first : first + len(names)] != tuple(names):

@@ -57,7 +57,7 @@ def load_state(runner: AttachedRun, state: Any, *, keep_buckets: bool) -> None:
         runner.end_schedule()
     runner.resume(strategy)
     runner.context.memory.take_over(memory)
-    runner.begins_steps = True  # the state may contain leftovers
+    runner.must_choose_programs = True  # the state may contain leftovers
     runner.steps.restore(own["step"])
     runner.layout.held = runner.layout.upcoming = groups
     take_over()

@@ -1,6 +1,6 @@
 """The run of an attached model: it owns the engine and the steps, and runs one strategy at a time.
 
-    models/ -> AttachedRun.bucket_ready -> StepTransaction, Engine -> torch.distributed
+    models/ -> AttachedRun.bucket_ready -> Steps, Engine -> torch.distributed
 
 The order in which a step ends, for backward passes:
 
@@ -49,7 +49,7 @@ from thinwire.step.autograd import in_backward, queue_callback, remove_handles
 from thinwire.step.buckets import BucketLayout, Buckets
 from thinwire.step.model import Model, refuse_unfrozen
 from thinwire.step.strategy import Configuration, Context, Stages, Strategy
-from thinwire.step.transaction import StepTransaction
+from thinwire.step.transaction import Steps
 
 logger = logging.getLogger("thinwire")
 
@@ -134,7 +134,7 @@ class AttachedRun:
     ) -> None:
         self.model, self.stages = model, stages
         self.communicator, self.engine = connection
-        self.steps = StepTransaction(self.engine, model, Scales(scaler))
+        self.steps = Steps(self.engine, model, Scales(scaler))
         self.context = Context(
             model=model,
             communicator=self.communicator,
@@ -154,7 +154,7 @@ class AttachedRun:
         self.awaits_optimizers = False
         """Whether each rank's own optimizer state is loaded after rank 0's, as `GatheredState` does."""
         self.programs = Programs(Exact())
-        self.begins_steps = True
+        self.must_choose_programs = True
         """Whether the next step's first bucket must choose programs."""
         self._buckets = Buckets()
         self._accumulation: Accumulation | None = None
@@ -301,7 +301,7 @@ class AttachedRun:
         """Begin a step, and compare the replicas if a comparison is due."""
         self.model.check_finalization()
         self.settle_leftover()  # it may count a step
-        if self.begins_steps:
+        if self.must_choose_programs:
             self._choose_programs()
         count, every = self.steps.count, self.context.check_every
         if every is None:
@@ -332,7 +332,7 @@ class AttachedRun:
         always = self.strategy.begins_steps or not self.strategy.supports_join
         # A program that another one replaced may have left residuals, which the first exchange of a parameter
         # applies. They stay if the step is rolled back, and those of parameters that no rank used in it.
-        self.begins_steps = always or bool(self.context.auditor.every) or memory.has_leftovers
+        self.must_choose_programs = always or bool(self.context.auditor.every) or memory.has_leftovers
 
     def _close_step(self) -> None:
         """Close the step after its last bucket, and settle it when backward ends.
@@ -486,7 +486,7 @@ class AttachedRun:
         except BaseException:
             new.close()
             raise
-        self.strategy, self.begins_steps = new, True
+        self.strategy, self.must_choose_programs = new, True
         set_aside(self.context.memory)
         self._start_strategy()
 
@@ -500,7 +500,7 @@ class AttachedRun:
         """Switch to a changed configuration of the same class, as an audit decides, and end the schedule."""
         self.settle_leftover()
         self.strategy.reconfigure(config)
-        self.begins_steps = True
+        self.must_choose_programs = True
         for memory in (self.context.memory, self.context.memory.scoped(MODEL_SCOPE)):
             set_aside(memory)
         self.end_schedule()
@@ -510,7 +510,7 @@ class AttachedRun:
         if strategy is self.strategy:
             return
         self.strategy.close()
-        self.strategy, self.begins_steps = strategy, True
+        self.strategy, self.must_choose_programs = strategy, True
         if not any(same_program(self.config, stage) for stage in self.stages.all):
             self.end_schedule()
         self._start_strategy()

@@ -4,8 +4,8 @@
     strategy        that configuration running on one model, with all mutable state
 
 A gradient program needs no configuration class: it runs as `Gradients(program)`. Anything else derives from
-`Configuration` and returns the `Strategy` that runs it from `bind`. A strategy of your own needs no change of
-thinwire:
+`Configuration` and returns the `Strategy` that runs it from `bind`. Configurations that average models derive
+from `Averaging`, which brings its strategy. A strategy of your own needs no change of thinwire:
 
     @dataclass(frozen=True)
     class Every(Configuration):
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from thinwire.engine.engine import Engine
     from thinwire.monitors.auditor import Auditor, OnExcess
     from thinwire.programs.memory import Memory
-    from thinwire.step.transaction import StepTransaction
+    from thinwire.step.transaction import Steps
 
 
 class Configuration(ReprAsWritten):
@@ -187,7 +187,7 @@ class Context:
     model: Model
     communicator: "GroupCommunicator"
     engine: "Engine"
-    steps: "StepTransaction"
+    steps: "Steps"
     settle_leftover: Callable[[], None]
     memory: "Memory"
     rules: Rules
@@ -209,8 +209,9 @@ class Context:
 class Strategy:
     """A configuration running on one model. Override the methods that differ from plain gradient averaging.
 
-    One step makes these calls, in this order: `begin_step` with its first bucket, `wrap` for each program,
-    then `agree_finite` and `end_backward` after backward.
+    One step makes these calls, in this order: `begin_step` with its first bucket, `exceptions`, `wrap` for
+    each program, then `agree_finite` and `end_backward` after backward. If `begins_steps` is False, the first
+    three are made only where the programs may have changed.
 
     Args:
         config: The configuration to run.

@@ -76,8 +76,8 @@ class OpenTransaction:
             undo()
 
 
-class StepTransaction:
-    """A model's training steps, one at a time, and the only writer of their count.
+class Steps:
+    """A model's training steps, one transaction at a time, and the only writer of their count.
 
     A step counts as a whole or not at all. All ranks agree on whether a mean is non-finite. If so, all
     gradients become NaN, so that a GradScaler detects it on every rank, and memories and counts stay as

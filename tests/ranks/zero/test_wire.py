@@ -1,4 +1,4 @@
-"""ZeRO by `attach`, against plain DDP with the same optimizer."""
+"""ZeRO's `Sharder`, started by `attach`, against plain DDP with the same optimizer."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Who owns what, how it is sent and what is saved, without processes; and input that is refused."""
+"""ZeRO's owners, what they send and save, and invalid input, in one process."""
 
 import io
 from collections.abc import Iterator

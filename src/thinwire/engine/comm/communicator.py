@@ -19,8 +19,9 @@ class NotConnectedError(WireError):
 class Communicator(Protocol):
     """An issuer of collectives. It is all that the engine needs of a process group.
 
-    `GroupCommunicator` makes a process group of its own. `BorrowedGroup` uses a group of any kind that the
-    caller owns.
+    `GroupCommunicator` makes a process group of its own, with the backend of the model's. `BorrowedGroup`
+    uses a group of any kind that the caller owns. Both derive from `Issuer`, which maps each collective to a
+    method of the group. Another transport implements this protocol, or the few methods of `AnyGroup`.
     """
 
     @property

@@ -12,7 +12,7 @@
 | `autograd.profiler._is_profiler_enabled` | whether a profiler runs: otherwise ranges cost nothing | 2.6 |
 
 Since: the oldest inspected version that has it. All are in 2.6, 2.9, 2.13 and 2.15. `private` reads them. It
-    raises UnavailableError with torch's version if a name is missing.
+raises UnavailableError with torch's version if a name is missing.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""DiLoCo. Ranks train locally, and an outer optimizer steps with the mean of their pseudo-gradients."""
+"""DiLoCo. Ranks train locally, and an outer optimizer steps with the mean of their pseudo-gradients.
+
+The inner optimizer is the user's own, passed to `attach`. With Muon as the inner optimizer this is MuLoCo.
+`Averager` counts the inner steps and calls `pseudo_gradients` and `outer_step`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from thinwire.errors import DivergedError, MismatchError
 from thinwire.monitors.audit import Findings
 from thinwire.programs.finite import all_finite
 from thinwire.programs.memory import Memory, Staged
-from thinwire.programs.program import Bucket, Program, by_program, check_outcome
+from thinwire.programs.program import Bucket, Program, by_program, mean_of
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size. Buckets are small enough to overlap, and too large for latency to dominate."""
@@ -227,9 +227,7 @@ def _mean(
     """Average a bucket after the ranks have compared their points."""
     # In the static order the comparison ends before the first turn after this wait, so it never blocks.
     yield Await(points)
-    outcome = yield from program(bucket, memory)
-    check_outcome(program, outcome, bucket)
-    return outcome.mean
+    return (yield from mean_of(program, bucket, memory))
 
 
 def _buckets(

@@ -14,7 +14,7 @@ from thinwire.engine.pack import local_part
 from thinwire.errors import MismatchError, StateError
 from thinwire.monitors.replicas import fingerprints
 from thinwire.programs.memory import Memory, Staged
-from thinwire.step.transaction import StepTransaction
+from thinwire.step.transaction import Steps
 from thinwire.strategies.averaging.anchors import restored
 from thinwire.strategies.averaging.handshake import hashed
 from thinwire.strategies.averaging.replica import Replica, no_autograd
@@ -45,9 +45,7 @@ class LiveState:
         share_optimizer: Whether newcomers receive the optimizers' state too.
     """
 
-    def __init__(
-        self, replica: Replica, steps: StepTransaction, *, set_up: SetUp, share_optimizer: bool
-    ) -> None:
+    def __init__(self, replica: Replica, steps: Steps, *, set_up: SetUp, share_optimizer: bool) -> None:
         self.replica = replica
         self.steps = steps
         self.lineage = 0

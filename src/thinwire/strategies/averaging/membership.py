@@ -75,8 +75,12 @@ class Membership(Protocol):
     - a live quorum (`LiveReplicas`): `exchange` agrees on the replicas, averages, and lets the quorum vote. A
       failed exchange is discarded and training continues from the local parameters. A newcomer receives a
       live peer's state, contributes zeros, and the mean is rescaled to the contributors.
-    - replicas that meet in an object store: `exchange` uploads this replica's contribution and returns what
-      the last closed round lists, perhaps nothing, with the weights of that round in `contributors`.
+    - replicas that meet in an object store, which thinwire does not implement: `exchange` would upload this
+      replica's contribution and return the means of the last closed round, perhaps none, with the number of
+      its replicas in `contributors`.
+
+    `Context.membership` makes it, and `FixedGroup` is the default. `integrations/live.py` passes another one
+    to the run, and is the example to follow.
     """
 
     replicas: tuple[str, ...]
@@ -203,7 +207,7 @@ class FixedGroup:
                 average.fragment,
                 due=step + (0 if loop is None else loop.overlap),
                 means=exchange.means,
-                contributors=len(self.everyone),
+                contributors=len(ranks),
                 everyone=ranks == self.everyone,
                 ranks=ranks,
                 findings=contribution.findings,

@@ -1,4 +1,8 @@
-"""The base class of averaged models, with their common options and the interface of their averager."""
+"""`Averaging`, the base class of configurations that average models, with their common options.
+
+A subclass decides which averages are due after a step (`due`), and whether models or pseudo-gradients are
+exchanged (`outer_loop`). `Averager` runs it.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +60,7 @@ class OuterLoop:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Averaging(Configuration):
-    """Base class of averaged models, which ranks train locally and average periodically.
+    """Base class of configurations that average models, which ranks train locally in between.
 
     Pass it to `attach` in place of a program, together with the optimizer. A step ends with the optimizer's
     `step()`, or with the next forward if the training loop skips the optimizer's step. Micro-batches belong

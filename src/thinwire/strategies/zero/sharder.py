@@ -82,8 +82,10 @@ class Sharder(Strategy):
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         self.owners = owners(sizes, self._size, spread=zero.shard_buckets)
         self._every = dict(parameters)
+        """All parameters, frozen ones too."""
         self._own = {name: held for name, held in self._parameters.items() if self.owners[name] == self._rank}
         self._masters: dict[str, torch.Tensor] = {}
+        """Own parameters before they were rounded to the dtype in which they are sent."""
         self._versions = Versions()
         self._changed = False
         self._overflowed = self._skips = False
@@ -92,6 +94,7 @@ class Sharder(Strategy):
         self._engine = Engine(communicator, device=model.device, meter=meter, purpose=PARAMETERS)
         model.on_gone(self._engine.close)
         self._lent: torch.Tensor | None = None
+        """The parameter that has a placeholder gradient, see `_stand_in`."""
         self._scalers_checked = context.steps.scales.named
         self._exchanged: set[str] = set()
         """Own parameters that no backward has reached since their gradient was exchanged."""
@@ -303,7 +306,8 @@ class Sharder(Strategy):
             return finite
         added, self._added_to = list(self._added_to.values()), {}
         again = torch.stack(added).any() if added else finite.new_zeros(())
-        # Only an owner sees the mean of its gradients, so ranks must exchange whether any overflowed.
+        # Only an owner sees the mean of its gradients, so ranks must exchange whether any overflowed. This is
+        # the step's one host read: backward is over, and the caller reads the result from the CPU.
         flags = torch.stack([flag.to(self._device, torch.float32) for flag in (finite.logical_not(), again)])
         overflows, additions = self._run(_summed(flags), "the overflow check").tolist()
         if additions:  # on every rank, before any has stepped
@@ -359,7 +363,7 @@ class Sharder(Strategy):
             [float(self._changed), float(self.missing is not None)], dtype=torch.float32, device=self._device
         )
         # All-gather: every owner's updated parameters, bucket by bucket, so that packing one overlaps with
-        # sending another. The check rides at the end of the same step of the engine.
+        # sending another. The check is the last program of the same engine step.
         with torch.no_grad():
             nothing, count = self._nothing(), self.context.steps.count
             for bucket in self._chunks():
