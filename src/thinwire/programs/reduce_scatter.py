@@ -75,7 +75,7 @@ def to_owners(
         receives = [0 if sender == rank else own for sender in range(len(lengths))]
         received = yield Exchange(sent, sends=tuple(sends), receives=tuple(receives), in_order=in_order)
         by_sender = received.split(receives)
-    return {sender: rows.read(by_sender[sender], rank) for sender in others} if own else {}
+    return {sender: rows.read(by_sender[sender], rank) for sender in others}
 
 
 def reduce_scatter(
@@ -112,6 +112,6 @@ def reduce_scatter(
 
     received = yield from to_owners(Rows(layouts, padded=False), rank, write)
     total = pieces[rank].to(torch.promote_types(pieces[rank].dtype, torch.float32), copy=True)
-    for sender, parts in received.items():
+    for sender, parts in received.items() if lengths[rank] else ():
         codecs[sender].add(parts, total)
     return total
