@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,43 @@ def test_a_subclass_inherits_no_promise_that_its_methods_may_break() -> None:
     program = Own(Quantize(bits=4))
     assert not program.carries_exact
     check_program(ErrorFeedback(program), steps=50)
+
+
+class Counts:
+    """A mixin that is no program, with code that runs before a program's."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        for name in bucket.names:
+            memory.slot(name, "count", lambda: torch.zeros(1)).add_(1)
+        program: Any = super()
+        return (yield from program.__call__(replace(bucket, exact=frozenset(), residuals=None), memory))
+
+
+@dataclass(frozen=True, repr=False)
+class Mixed(Counts, TwoShot):
+    """A subclass without code of its own, whose mixin has some."""
+
+
+@dataclass(frozen=True, repr=False)
+class Free(Program):
+    """A program without promises."""
+
+    def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        return (yield from Exact()(bucket, memory))
+
+
+@dataclass(frozen=True, repr=False)
+class Both(Free, Exact):
+    """A program whose first base makes no promise, and whose second one does."""
+
+
+def test_a_mixin_or_another_base_before_a_program_keeps_none_of_its_promises() -> None:
+    mixed = Mixed(Quantize(bits=4))
+    assert (mixed.stateless, mixed.carries_exact, mixed.folds_residuals) == (False, False, False)
+    assert not mixed.feeds_back(torch.Size((2, 3)))
+    check_program(ErrorFeedback(mixed), steps=50)
+    both = Both()
+    assert (both.stateless, both.ignores_order, both.takes_sparse) == (False, False, False)
 
 
 @dataclass(frozen=True, repr=False)

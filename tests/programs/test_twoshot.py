@@ -227,6 +227,15 @@ def test_a_wrapper_of_a_program_that_cannot_carry_them_does_not_claim_to() -> No
     assert not program.carries_exact
 
 
+@pytest.mark.parametrize(
+    "program", [TwoShot(Quantize()), Int8(), ErrorFeedback(TwoShot(SignBits()))], ids=str
+)
+def test_a_bucket_without_numbers_needs_no_exchange(program: Any) -> None:
+    ranks = SimulatedRanks(program, {"w": (0, 4)}, 3)
+    for _ in range(2):
+        assert [outcome.mean.shape for outcome in ranks.step([torch.zeros(0)] * 3)] == [torch.Size((0,))] * 3
+
+
 @pytest.mark.parametrize("place", [0, 200, 299, 300, 309])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("codec", [Quantize(), Quantize(bits=4), Quantize(affine=True), SignBits()], ids=str)

@@ -144,13 +144,20 @@ class Program(ReprAsWritten, ABC):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset the promises of a program that the subclass changes and does not declare again."""
+        """Reset the promises of a program that the subclass, or a mixin, changes and does not declare again."""
         super().__init_subclass__(**options)
-        changes = any(_is_code(name, value) for name, value in vars(cls).items())
-        if changes and any("__call__" in vars(base) for base in cls.__mro__[1:] if base is not Program):
-            for promise, broken in _BROKEN.items():
-                if promise not in vars(cls):
-                    setattr(cls, promise, broken)
+        if not any("__call__" in vars(base) for base in cls.__mro__[1:] if base is not Program):
+            return
+        # The first class with code decides. A promise of a class behind it is about other code.
+        order = cls.__mro__
+        first = next(
+            kind for kind in order if any(_is_code(name, value) for name, value in vars(kind).items())
+        )
+        for promise, broken in _BROKEN.items():
+            declares = next(kind for kind in order if promise in vars(kind))
+            if order.index(declares) > order.index(first):
+                own = first is not cls and issubclass(first, Program)
+                setattr(cls, promise, inspect.getattr_static(first, promise) if own else broken)
 
     @abstractmethod
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
