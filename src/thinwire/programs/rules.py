@@ -169,9 +169,6 @@ def explain(runs: object, table: Mapping[str, Choice], shapes: Mapping[str, torc
         runs: Program or schedule that was attached.
         table: Choice of each parameter, from `rules.choose`.
         shapes: Shapes of the parameters by name.
-
-    Returns:
-        Lines of text.
     """
     rows = [("parameter", "shape", "program", "because")]
     for name, choice in table.items():
