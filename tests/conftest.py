@@ -42,3 +42,11 @@ def _nothing_leaks() -> Iterator[None]:
     leaked = [thread.name for thread in threading.enumerate() if thread not in threads_before]
     assert not leaked, f"the test left threads behind: {leaked}"
     assert not dist.is_initialized(), "the test left a process group behind"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one, which needs no network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -7,11 +7,13 @@ that it outlives any rank; or rank 0 does, as without torchrun, so that it freez
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -169,3 +171,11 @@ def _collect(ranks: list[_Rank], deadline: float, dies: set[int]) -> list[Any]:
             code = process.process.exitcode
             assert code == 0, f"rank {rank} ended with exit code {code} after its work"
     return [results[rank] for rank in range(len(ranks))]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """DCP warns of what is not in our hands, and warnings are errors here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -26,6 +26,12 @@ def batch(rank: int, step: int, width: int = 24, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def late(gradient: torch.Tensor) -> None:
+    """A hook on gradients, some of which are then computed late."""
+    if random.random() < 0.05:
+        time.sleep(random.random() * 0.002)
+
+
 def own(state: dict[str, Any]) -> dict[str, Any]:
     """What a wire's state has of its rank."""
     ((inner,),) = state.values()

@@ -2,12 +2,10 @@
 
 import io
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,13 +29,6 @@ PROGRAMS = {
     "zero": compressing_alone(ZeRO(Int8(), parameters=torch.bfloat16)),
 }
 STEPS = 3
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Job:

@@ -194,6 +194,15 @@ def poison(step: int, rank: int) -> None:
     tiny.Rows.__init__ = poisoned  # type: ignore[method-assign]
 
 
+def check_half(ranks: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    """Compare each rank's (trained, resumed, plain, scales) of `HALF`, in which rank 1 overflowed once."""
+    for results in ranks:
+        for trained, resumed, expected, scales in results:
+            assert trained["step"] == 7, "one of eight overflowed on rank 1"
+            assert trained["digest"] == resumed["digest"] == expected["digest"]
+            assert len(set(scales)) == 1
+
+
 def thinwires_messages() -> list[str]:
     """A list to which all that thinwire logs from now on is added."""
     messages: list[str] = []

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire import BlockCodec, Float8, LargestEntries, OptionError, Quantize, SignBits, TwoMagnitudes
 from thinwire.codecs.topk import largest
-from thinwire.kernels import blocks, library
-from thinwire.kernels import topk as native_topk
+from thinwire.kernels import blocks, library, packing
 
 pytestmark = pytest.mark.skipif(library.native() is None, reason=library.status().detail)
 
@@ -189,7 +188,7 @@ def test_the_largest_are_the_same_with_ties_and_special_values(
 ) -> None:
     kept = data.draw(st.integers(1, len(values)))
     x = torch.tensor([values, values[::-1]])
-    found = native_topk.largest(x, kept)
+    found = packing.largest(x, kept)
     assert torch.equal(found, largest(x, kept))
     for row, places in zip(x.abs().nan_to_num(nan=torch.inf), found, strict=True):
         assert torch.equal(places, places.sort().values)

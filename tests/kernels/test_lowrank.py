@@ -8,23 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.simulated import normal
+from tests.simulated import normal, stepping_in
 from thinwire import (
-    Bucket,
-    Collectives,
     Int2,
     Int4,
     Int8,
-    Memory,
     OptionError,
-    Outcome,
     PowerSGD,
-    Program,
     Sign,
     TopK,
 )
 from thinwire.kernels import library, lowrank
-from thinwire.programs.program import ProgramFunction
 from thinwire.programs.reproducible import product
 from thinwire.testing import SimulatedRanks
 
@@ -88,23 +82,6 @@ def test_tensors_that_do_not_fit_are_errors() -> None:
         lowrank.product(torch.ones(5, 4), torch.ones(5, 6), matrix, None)
 
 
-def some_without(program: Program) -> ProgramFunction:
-    """Return the program, run without native code on rank 1."""
-
-    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-        steps, received = program(bucket, memory), None
-        while True:
-            with library.switched_off() if bucket.rank == 1 else nullcontext():
-                try:
-                    op = steps.send(received)
-                except StopIteration as stop:
-                    outcome: Outcome = stop.value
-                    return outcome
-            received = yield op
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("program", "same_bits"),
     [
@@ -124,7 +101,10 @@ def test_ranks_with_and_without_native_code_agree(program: Any, same_bits: bool)
     """All ranks have the same means. Those of codecs are also the ones of ranks that all have native code."""
     shapes = {"w": (40, 33), "v": (40, 33), "tall": (70, 12), "bias": (7,)}
     length = sum(torch.Size(shape).numel() for shape in shapes.values())
-    mixed, native = SimulatedRanks(some_without(program), shapes, 3), SimulatedRanks(program, shapes, 3)
+    mixed, native = (
+        SimulatedRanks(stepping_in(library.switched_off, program, {1}), shapes, 3),
+        SimulatedRanks(program, shapes, 3),
+    )
     for step in range(4):
         own = list(normal(step, 3, length))
         expected = [one.mean for one in native.step([x.clone() for x in own])]

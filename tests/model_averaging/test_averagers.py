@@ -2,7 +2,6 @@
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,19 +23,11 @@ from thinwire.model_averaging.utils import (
 from thinwire.optim import PostLocalSGDOptimizer
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    """A world of one, which needs no network."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def hierarchy(*levels: tuple[Any, Any]) -> HierarchicalModelAverager:
     return HierarchicalModelAverager(OrderedDict(levels))
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("period", [0, -1, 2.5, True, "4", None])
 def test_periods_that_are_none(period: Any) -> None:
     with pytest.raises(ValueError, match=r"period=.* must be a whole number, at least 1.*try 4"):
@@ -45,7 +36,7 @@ def test_periods_that_are_none(period: Any) -> None:
         hierarchy((period, 1))
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("warmup_steps", [-1, 0.5, False, None])
 def test_warm_ups_that_are_none(warmup_steps: Any) -> None:
     with pytest.raises(ValueError, match=r"warmup_steps=.* must be a whole number, at least 0"):
@@ -54,7 +45,7 @@ def test_warm_ups_that_are_none(warmup_steps: Any) -> None:
         HierarchicalModelAverager({2: 1}, warmup_steps)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_period_1_warns_the_caller() -> None:
     with pytest.warns(UserWarning, match="period=1 .* DistributedDataParallel") as caught:
         PeriodicModelAverager(1)
@@ -103,7 +94,7 @@ def test_averager_is_abstract() -> None:
         abstract()
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_params() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     used.grad = torch.ones(2)

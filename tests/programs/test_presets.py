@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
-from tests.simulated import compressing_alone, normal, sent_by
+from tests.simulated import CODECS, compressing_alone, normal, sent_by
 from thinwire import (
     AcrossNodes,
     Bucket,
-    Cast,
     Collectives,
     ErrorFeedback,
     Exact,
-    Float8,
     Gathered,
     Int2,
     Int4,
@@ -72,22 +70,12 @@ def test_every_program_passes_the_battery(program: Program) -> None:
     check_program(program, tolerance=0.7 if program == Sign() else 0.3, steps=100)
 
 
-codecs = st.sampled_from(
-    [
-        Quantize(block=16),
-        Quantize(bits=4, block=8),
-        Quantize(affine=True, block=24),
-        Quantize(stochastic=True, block=8),
-        Float8(block=16),
-        SignBits(block=8),
-        LargestEntries(ratio=0.2, block=10),
-        Cast(torch.bfloat16),
-    ]
-)
-
-
 @given(
-    codecs, st.sampled_from([TwoShot, Gathered]), st.integers(1, 7), st.integers(0, 90), st.integers(0, 99)
+    st.sampled_from(CODECS),
+    st.sampled_from([TwoShot, Gathered]),
+    st.integers(1, 7),
+    st.integers(0, 90),
+    st.integers(0, 99),
 )
 def test_any_number_of_ranks_agrees_and_accounts_for_everything(
     codec: Any, exchange: Callable[[Any], Program], count: int, length: int, seed: int

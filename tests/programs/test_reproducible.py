@@ -1,6 +1,5 @@
 """Linear algebra that is the same on every host, and PowerSGD on hosts that compute unlike each other."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.simulated import normal
-from thinwire import Bucket, Collectives, Memory, Outcome, PowerSGD, Program
-from thinwire.programs.program import ProgramFunction
+from tests.simulated import normal, stepping_in
+from thinwire import PowerSGD
 from thinwire.programs.reproducible import bases_of, product
 from thinwire.testing import SimulatedRanks
 
@@ -44,21 +42,6 @@ def backwards(terms: torch.Tensor, dim: int) -> torch.Tensor:
     return first
 
 
-def on_unlike_hosts(program: Program) -> ProgramFunction:
-    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-        steps, received = program(bucket, memory), None
-        while True:
-            with OtherHost() if bucket.rank == 1 else nullcontext():
-                try:
-                    op = steps.send(received)
-                except StopIteration as stop:
-                    outcome: Outcome = stop.value
-                    return outcome
-            received = yield op
-
-    return run
-
-
 def test_hosts_are_unlike() -> None:
     a, b = normal(0, 9, 30), normal(1, 30, 9)
     with OtherHost():
@@ -84,7 +67,9 @@ def test_powersgd_gives_all_ranks_the_same_bits_on_unlike_hosts(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     shapes = {"w": (40, 33), "v": (40, 33), "tall": (70, 12), "bias": (7,)}
-    ranks = SimulatedRanks(on_unlike_hosts(PowerSGD(min_compression=0.5, warmup=0, **options)), shapes, 3)
+    ranks = SimulatedRanks(
+        stepping_in(OtherHost, PowerSGD(min_compression=0.5, warmup=0, **options), {1}), shapes, 3
+    )
     length = sum(torch.Size(shape).numel() for shape in shapes.values())
     whole = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}[dtype]
     for step in range(4):

@@ -1,6 +1,5 @@
 """TwoShot by parameter: exact parameters beside compressed ones, blocks of their own, folded residuals."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.simulated import bytes_of, compressing_alone, normal
+from tests.simulated import CODECS, bytes_of, compressing_alone, normal, stepping_in
 from thinwire import (
     AcrossNodes,
     Bucket,
-    Cast,
     Codec,
     Collectives,
     ErrorFeedback,
     Exact,
     Float8,
     Int8,
-    LargestEntries,
     Memory,
     Outcome,
     Partition,
@@ -33,19 +30,8 @@ from thinwire import (
 from thinwire.kernels.library import switched_off
 from thinwire.programs.division import Division
 from thinwire.programs.memory import RESIDUAL
-from thinwire.programs.wrapper import as_program
 from thinwire.testing import SimulatedRanks
 
-CODECS: list[Codec] = [
-    Quantize(block=16),
-    Quantize(bits=4, block=8),
-    Quantize(affine=True, block=24),
-    Quantize(stochastic=True, block=8),
-    Float8(block=16),
-    SignBits(block=8),
-    LargestEntries(ratio=0.2, block=10),
-    Cast(torch.bfloat16),
-]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 shapes = st.lists(
     st.sampled_from([(), (1,), (7,), (8,), (0,), (3, 5), (16,), (4, 9)]), min_size=1, max_size=6
@@ -117,23 +103,6 @@ def test_folded_residuals_are_those_that_a_program_reports(
         torch.testing.assert_close(folded.kept(rank, RESIDUAL), plain.kept(rank, RESIDUAL), rtol=0, atol=1e-6)
 
 
-def without_kernels(program: Program, ranks: set[int]) -> Program:
-    """A program that runs without native code on some ranks."""
-
-    def run(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
-        steps, received = program(bucket, memory), None
-        while True:
-            with switched_off() if bucket.rank in ranks else nullcontext():
-                try:
-                    op = steps.send(received)
-                except StopIteration as stop:
-                    outcome: Outcome = stop.value
-                    return outcome
-            received = yield op
-
-    return as_program(run)
-
-
 @given(
     st.sampled_from([Quantize(), Quantize(bits=4, block=10), SignBits(block=24), Float8(block=9)]),
     st.lists(st.sampled_from([(), (7,), (0,), (3, 5), (24,), (40, 9), (301,)]), min_size=1, max_size=6),
@@ -149,7 +118,7 @@ def test_ranks_with_and_without_native_code_get_the_same_bits(
     off = data.draw(st.sets(st.integers(0, count - 1)))
     length, seed = sum(torch.Size(form).numel() for form in forms), data.draw(st.integers(0, 99))
     native = SimulatedRanks(program, named_shapes, count, exact)
-    mixed = SimulatedRanks(without_kernels(program, off), named_shapes, count, exact)
+    mixed = SimulatedRanks(stepping_in(switched_off, program, off), named_shapes, count, exact)
     for step in range(3):
         gradients = list(10.0**step * normal(100 * seed + step, count, length))
         for one, other in zip(native.step(gradients), mixed.step(gradients), strict=True):

@@ -11,7 +11,7 @@ from thinwire.codecs.codec import BlockCodec, Parts
 from thinwire.codecs.magnitudes import decode_magnitudes, encode_magnitudes
 from thinwire.codecs.positions import Positions, pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import OptionError
-from thinwire.kernels import topk as native_topk
+from thinwire.kernels import packing as native
 
 Values: TypeAlias = Literal["int2", "int4", "int8", "bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -77,7 +77,7 @@ class LargestEntries(BlockCodec):
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return values and positions, or ranges of magnitudes, positions and codes of values."""
         kept = self._kept(x.shape[1])
-        places = native_topk.largest(x, kept) if native_topk.supported(x) else largest(x, kept)
+        places = (native.largest if native.supported(x, torch.float32) else largest)(x, kept)
         values, packed = x.gather(1, places), Positions(x.shape[1], kept).pack(places)
         bits = _BITS.get(self.values)
         if bits is None:

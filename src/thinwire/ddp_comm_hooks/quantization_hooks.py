@@ -17,9 +17,9 @@ Like torch's, these hooks have no error feedback. `thinwire.attach(ddp, thinwire
 import torch
 import torch.distributed as dist
 
+from thinwire.codecs.checks import check_whole
 from thinwire.codecs.quantize import Quantize
 from thinwire.ddp_comm_hooks._hook import for_ddp, run_program
-from thinwire.errors import OptionError
 from thinwire.programs.twoshot import TwoShot
 
 
@@ -70,7 +70,6 @@ def quantization_perchannel_hook(
 
         ddp.register_comm_hook(None, quantization_perchannel_hook)
     """
-    if not isinstance(bucket_size, int) or isinstance(bucket_size, bool) or bucket_size < 1:
-        raise OptionError(f"bucket_size={bucket_size!r} must be a whole number, at least 1: torch's is 512")
+    check_whole("bucket_size", bucket_size, 1, "torch's is 512")
     block = min(max(1, bucket_size // 8), 1 << 20)
     return run_program(_Quantized(Quantize(bits=8, block=block)), process_group, bucket)

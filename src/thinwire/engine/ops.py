@@ -19,7 +19,7 @@ places among them. All ranks take the same turn, each with a collective among ra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -224,6 +224,15 @@ def among(ranks: tuple[int, ...], steps: Collectives[Result]) -> Collectives[Res
     Returns:
         A program that yields the same collectives with `ranks=`, and returns the same result.
     """
+
+    def narrowed(op: Collective) -> Collective:
+        return replace(op, ranks=tuple(ranks[rank] for rank in op.ranks or range(len(ranks))))
+
+    return mapped(steps, narrowed)
+
+
+def mapped(steps: Collectives[Result], change: Callable[[Collective], Collective]) -> Collectives[Result]:
+    """Run a program with `change(op)` in place of each of its collectives."""
     received = None
     while True:
         try:
@@ -231,9 +240,7 @@ def among(ranks: tuple[int, ...], steps: Collectives[Result]) -> Collectives[Res
         except StopIteration as stop:
             result: Result = stop.value
             return result
-        if isinstance(op, Collective):
-            op = replace(op, ranks=tuple(ranks[rank] for rank in op.ranks or range(len(ranks))))
-        received = yield op
+        received = yield change(op) if isinstance(op, Collective) else op
 
 
 def _check_rank(name: str, value: int, size: int) -> None:

@@ -1,6 +1,6 @@
-"""Small integers packed into bytes, and ascending positions in the Elias-Fano code.
+"""The positions of the largest magnitudes, positions in the Elias-Fano code, and small integers in bytes.
 
-`codecs/positions.py` has the pure-torch counterparts.
+`codecs/positions.py` and `codecs/topk.py` have the pure-torch counterparts.
 """
 
 import ctypes
@@ -17,6 +17,29 @@ _MOST_BITS = 32
 def supported(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether native code is in use and `x` is a plain contiguous tensor of this dtype on the CPU."""
     return addressable([x], dtype)
+
+
+def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return the positions of the `kept` largest magnitudes of each row, in ascending order.
+
+    NaN is larger than infinity. Of equal magnitudes the first are taken; `torch.topk` promises no order.
+
+    Args:
+        x: Matrix for which `supported` is true.
+        kept: Positions per row, from 1 to the row's length.
+
+    Returns:
+        An int64 matrix with `kept` columns.
+
+    Raises:
+        OptionError: `x` is not a matrix, not supported, or has fewer columns than `kept`.
+    """
+    library, rows, width = _checked(x, torch.float32)
+    if not 1 <= kept <= width:
+        raise OptionError(f"kept={kept} of rows with {width} numbers: pass a number from 1 to {width}")
+    places = torch.empty(rows, kept, dtype=torch.int64, device="cpu")
+    library.tw_largest(x.data_ptr(), rows, width, kept, places.data_ptr())
+    return places
 
 
 def pack(numbers: torch.Tensor, bits: int, nbytes: int) -> torch.Tensor:

@@ -108,12 +108,7 @@ class Findings:
 
 @dataclass(frozen=True, repr=False)
 class Audited(Wrapper):
-    """A program that runs another one and measures the error of its mean. The mean is not changed.
-
-    Args:
-        program: The program to audit.
-        findings: Receives the figures.
-    """
+    """A program that runs another one and measures the error of its mean. The mean is not changed."""
 
     findings: Findings = field(repr=False, compare=False)
 

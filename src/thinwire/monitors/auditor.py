@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Literal, TypeAlias
 
+from thinwire.codecs.checks import check_whole
 from thinwire.errors import AuditError, OptionError
 from thinwire.monitors.audit import Audited, AuditRecord, Findings, with_action
 from thinwire.programs.description import short
@@ -95,8 +96,7 @@ class Auditor:
 
 def check_audit(every: object, limit: object, on_excess: object) -> None:
     """Raise OptionError unless these are valid options for audits."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        raise OptionError(f"audit_every={every!r} must be a whole number, at least 0: 0 never audits")
+    check_whole("audit_every", every, 0, "0 never audits")
     if limit is not None:
         if not isinstance(limit, Real) or isinstance(limit, bool) or not float(limit) > 0:
             raise OptionError(f"max_error={limit!r} must be a positive number: 0.5 is half of the exact mean")

@@ -114,9 +114,6 @@ class Known:
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model, by which loss gaps are compared.
 
-    Args:
-        model: The model, on any device.
-
     Returns:
         `TRANSFORMER` if layers are named after attention and most weights are not convolutions, otherwise an
         empty text.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from thinwire.codecs.checks import is_whole
 from thinwire.engine.ops import AllGather, Collectives, ReduceScatter, among
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError
@@ -61,7 +62,7 @@ class AcrossNodes(Wrapper):
         if size is None:
             text = os.environ.get("LOCAL_WORLD_SIZE", "")
             size = int(text) if text.isdecimal() else None
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size) or size < 1:
             raise OptionError(
                 f"node_size={self.node_size!r} must be a whole number of ranks, at least 1"
                 + (
@@ -73,19 +74,11 @@ class AcrossNodes(Wrapper):
         object.__setattr__(self, "node_size", size)
 
     def feeds_back(self, shape: torch.Size) -> bool:
-        """Return False: the program reads residuals of slices, in a scope of the memory.
-
-        Args:
-            shape: Shape of the parameter. Unused.
-        """
+        """Return False: the program reads residuals of slices, in a scope of the memory."""
         return False
 
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError unless `node_size` divides the number of ranks, and the program fits the nodes.
-
-        Args:
-            shapes: Shapes of the parameters by name.
-            world_size: Number of ranks.
 
         Raises:
             OptionError: The last node would have fewer ranks than the others, or the program cannot run
@@ -153,7 +146,6 @@ class Shares:
 
     def __init__(self, bucket: Bucket, count: int) -> None:
         self._count = count
-        self._whole = bucket.shapes
         self._views = [_as_rows(shape, count) for shape in bucket.shapes]
         self.shapes = tuple(_share(shape, count) for shape in bucket.shapes)
 

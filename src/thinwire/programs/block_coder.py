@@ -13,12 +13,7 @@ from thinwire.programs.coder import Coder, CoderInput, Tensors
 
 
 class BlockCoder(Coder):
-    """A coder for codecs of blocks. The last block of every piece is padded with zeros.
-
-    Args:
-        codec: The codec.
-        width: Numbers in a block.
-    """
+    """A coder for codecs of blocks. The last block of every piece is padded with zeros."""
 
     codec: BlockCodec
 
@@ -95,11 +90,6 @@ class NativeCoder(BlockCoder):
     """A coder for codecs with a native kernel. It gives the same bits as torch in a single pass over memory.
 
     Torch runs instead if native code is not built, or if numbers are not float32 or not on a CPU.
-
-    Args:
-        codec: The codec.
-        width: Numbers in a block.
-        kernel: The codec's kernel.
     """
 
     def __init__(self, codec: BlockCodec, width: int, kernel: str) -> None:
@@ -196,12 +186,7 @@ class _Batch(NamedTuple):
 
 
 class _Scratch:
-    """Buffers for one batch of blocks at a time.
-
-    Args:
-        given: The numbers.
-        width: Numbers in a block.
-    """
+    """Buffers for one batch of blocks at a time."""
 
     def __init__(self, given: CoderInput, width: int) -> None:
         self._given, self._width = given, width

@@ -39,15 +39,7 @@ class Coder(ABC):
 
     @abstractmethod
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
-        """Return the layout of an encoding.
-
-        Args:
-            lengths: The lengths of the pieces.
-            device: The device of the pieces.
-
-        Returns:
-            The dtypes and shapes of the parts.
-        """
+        """Return the dtypes and shapes of the parts of an encoding of pieces with these lengths."""
 
     @abstractmethod
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:

@@ -83,22 +83,11 @@ class ErrorFeedback(Wrapper):
             )
 
     def feeds_back(self, shape: torch.Size) -> bool:
-        """Return whether all of a parameter's residual is added to its gradient.
-
-        Args:
-            shape: Shape of the parameter. Unused.
-        """
+        """Return whether all of a parameter's residual is added to its gradient."""
         return self.keep == 1
 
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
-        """Return the collectives of a bucket as the program outlines them, or None if it has no outline.
-
-        Args:
-            bucket: Gradients, of which only shape, dtype and device are used.
-
-        Returns:
-            The collectives, or None if the program has no outline.
-        """
+        """Return the collectives of a bucket as the program outlines them, or None if it has no outline."""
         return self.program.outline(_widened(bucket))
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:

@@ -26,9 +26,6 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 def all_true(flags: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return whether all flags are true, as a scalar bool tensor that the host does not read.
 
-    Args:
-        flags: At least one scalar bool tensor.
-
     >>> all_true([torch.tensor(True), torch.tensor(False)])
     tensor(False)
     """

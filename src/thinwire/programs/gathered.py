@@ -42,14 +42,7 @@ class Gathered(Program):
         require_codec(self.codec)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
-        """Yield the collective of a bucket without decoding anything, for planning with many ranks.
-
-        Args:
-            bucket: Gradients, of which only shape, dtype and device are used.
-
-        Yields:
-            The collective.
-        """
+        """Yield the collective of a bucket without decoding anything, for planning with many ranks."""
         encoded = own_codecs(self.codec, bucket)[bucket.rank].encode(numbers_of(bucket.buffer))
         yield AllGather(Layout.of(encoded).rows(1)[0])
 

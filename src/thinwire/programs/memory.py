@@ -226,9 +226,6 @@ class Memory:
     def leftovers_of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the leftovers of one parameter within this memory's scope.
 
-        Args:
-            name: Name of the parameter.
-
         Returns:
             The tensors, to be read only, by the slot that held them.
         """

@@ -57,10 +57,6 @@ class Partition(Program):
     def check(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         """Raise OptionError for a rule that no parameter uses, most likely because of a misspelt name.
 
-        Args:
-            shapes: Shapes of the parameters by name.
-            world_size: Number of ranks.
-
         Raises:
             OptionError: A rule fits no parameter, or only parameters that earlier rules fit. Or a program
                 does not fit the parameters that use it.

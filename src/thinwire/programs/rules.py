@@ -10,6 +10,7 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.description import same_program, short
+from thinwire.programs.parameter_names import first_names
 from thinwire.programs.program import Program, ProgramFunction
 from thinwire.programs.wrapper import as_program
 
@@ -109,9 +110,9 @@ def check_used(rules: Rules, shapes: Mapping[str, Sequence[int]]) -> None:
             continue
         fitting = [name for name, shape in shapes.items() if fits(selector, name, shape)]
         cause = (
-            f"earlier rules fit all its parameters ({_some(fitting)}); move it before them"
+            f"earlier rules fit all its parameters ({first_names(fitting)}); move it before them"
             if fitting
-            else f"it fits no parameter of this model, which has {_some(list(shapes))}"
+            else f"it fits no parameter of this model, which has {first_names(list(shapes))}"
         )
         raise OptionError(f"the rule for {selector!r} is never used: {cause}")
 
@@ -168,9 +169,6 @@ def explain(runs: object, table: Mapping[str, Choice], shapes: Mapping[str, torc
         runs: Program or schedule that was attached.
         table: Choice of each parameter, from `rules.choose`.
         shapes: Shapes of the parameters by name.
-
-    Returns:
-        Lines of text.
     """
     rows = [("parameter", "shape", "program", "because")]
     for name, choice in table.items():
@@ -195,14 +193,6 @@ def explain_buckets(program: Program, bucket_bytes: int, gradient_bytes: int) ->
 
     DDP passes a bucket to its hook when all its gradients are computed. thinwire slices large buckets, but
     cannot send a slice before that.
-
-    Args:
-        program: Program for gradients.
-        bucket_bytes: The size of DDP's buckets.
-        gradient_bytes: The size of all gradients.
-
-    Returns:
-        A line of text.
     """
     said = f"DDP hands gradients over in buckets of {_megabytes(bucket_bytes)} MB"
     wanted = program.preferred_bytes
@@ -216,7 +206,3 @@ def explain_buckets(program: Program, bucket_bytes: int, gradient_bytes: int) ->
 
 def _megabytes(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):.3g}"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -100,14 +100,7 @@ class TwoShot(Program):
         return numbers.outcome(flags)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
-        """Yield the collectives of a bucket without encoding anything, for planning with many ranks.
-
-        Args:
-            bucket: Gradients, of which only shape, dtype and device are used.
-
-        Yields:
-            The collectives, in order.
-        """
+        """Yield the collectives of a bucket without encoding anything, for planning with many ranks."""
         coder = coders_of(self.codec, bucket)[0]
         rows = _rows(bucket, Division.of(bucket, coder.block), coder)
         row = rows.empty(rows.lengths[0])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.codecs.checks import check_whole
 from thinwire.engine.ops import Collective, Collectives
-from thinwire.errors import OptionError
 from thinwire.programs.allreduce import Exact
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program
@@ -39,28 +39,14 @@ class Warmup(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.steps, int) or self.steps < 0:
-            raise OptionError(
-                f"steps={self.steps!r} must be a whole number, at least 0: steps with exact means"
-            )
+        check_whole("steps", self.steps, 0, "steps with exact means")
 
     def feeds_back(self, shape: torch.Size) -> bool:
-        """Return False: a residual would wait for the end of the warm-up instead of being added.
-
-        Args:
-            shape: Shape of the parameter. Unused.
-        """
+        """Return False: a residual would wait for the end of the warm-up instead of being added."""
         return False
 
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
-        """Return the outline of the program that runs in the bucket's step.
-
-        Args:
-            bucket: Gradients, of which only shape, dtype and device are used.
-
-        Returns:
-            The collectives, or None if that program has no outline.
-        """
+        """Return the outline of the program that runs in the bucket's step."""
         return self._program_at(bucket.step).outline(bucket)
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:

@@ -108,10 +108,6 @@ def as_program(program: Any, option: str = "program") -> Program:
 def adapt(options: object, *names: str) -> None:
     """Replace options of a frozen dataclass that hold plain callables by programs, for `__post_init__`.
 
-    Args:
-        options: A program or configuration.
-        names: Names of the options.
-
     Raises:
         OptionError: An option is not a program.
     """

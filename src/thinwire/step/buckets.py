@@ -46,9 +46,6 @@ class BucketPart(NamedTuple):
 
         While one slice is on the wire, the next is encoded. Slices follow from the parameters' sizes alone,
         so they are the same on all ranks, and in a resumed run.
-
-        Args:
-            nbytes: The size of each parameter's gradient.
         """
         # A single parameter is not divided: native code encodes 1 MB in less than a millisecond, and a link
         # of 1 Gbit/s takes 8 to send an eighth of it, so there is little to gain.

@@ -77,14 +77,7 @@ class SimulatedRanks:
         return outcomes
 
     def holds(self, outcome: Outcome) -> bool:
-        """Return whether a rank commits a step with this outcome, which needs a finite mean.
-
-        Args:
-            outcome: The outcome of one rank.
-
-        Returns:
-            True if the rank's memory is committed.
-        """
+        """Return whether a rank commits a step with this outcome, which needs a finite mean."""
         return bool(finite(outcome.mean) if outcome.finite is None else outcome.finite)
 
     def kept(self, rank: int, slot: str) -> torch.Tensor:

@@ -1,9 +1,6 @@
 """`torch.distributed.checkpoint` stores and brings back what each rank has of its own, bit by bit."""
 
-import contextlib
 import io
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from tests.harness import run_ranks
+from tests.harness import quiet, run_ranks
 from tests.models import batch, equal, flat_parameters, mlp, own
 from thinwire import DiLoCo, Int4, Int8, PerRank, ZeRO, merge_optimizer_states, read_states
 from thinwire.checkpoint.trees import copied
@@ -49,18 +46,10 @@ class Job:
         return [copied(part.state_dict()) for part in self.parts.values()]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns of what is not in our hands, and warnings are errors here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> None:
     job = Job(PROGRAMS[name])
     job.train(rank, 0, 6)
-    with _quiet():
+    with quiet():
         dcp.save(job.parts, checkpoint_id=f"{folder}/at-once")
         expected = job.everything()
         later = dcp.async_save(job.parts, checkpoint_id=f"{folder}/meanwhile")
@@ -72,7 +61,7 @@ def saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> None
     final = flat_parameters(job.ddp.module)
     for kind in ("at-once", "meanwhile"):
         again = Job(PROGRAMS[name])
-        with _quiet():
+        with quiet():
             dcp.load(again.parts, checkpoint_id=f"{folder}/{kind}")
         assert equal(again.everything(), expected), kind
         again.train(rank, 6, 9)
@@ -109,7 +98,7 @@ def test_a_wire_loaded_in_inference_mode_trains_on() -> None:
 def save(rank: int, world_size: int, folder: str, name: str) -> tuple[Any, Any]:
     job = Job(PROGRAMS[name])
     job.train(rank, 0, 6)
-    with _quiet():
+    with quiet():
         dcp.save(job.parts, checkpoint_id=folder)
     return copied(job.optimizer.state_dict()), job.wire.state_dict()
 
@@ -117,7 +106,7 @@ def save(rank: int, world_size: int, folder: str, name: str) -> tuple[Any, Any]:
 def load(rank: int, world_size: int, folder: str, name: str) -> tuple[Any, Any, torch.Tensor]:
     job = Job(PROGRAMS[name])
     model = {"model": job.ddp.module}
-    with _quiet():
+    with quiet():
         dcp.load(model, checkpoint_id=folder)
     for part in ("optimizer", "wire"):
         job.parts[part].load_state_dict(read_states(folder, part))
@@ -149,7 +138,7 @@ def test_another_number_of_ranks_reads_the_states_of_all(tmp_path: Path, name: s
 def refusals(rank: int, world_size: int, folder: str) -> None:
     job = Job(Int8())
     job.train(rank, 0, 1)
-    with _quiet():
+    with quiet():
         dcp.save({"wire": job.wire, "model": job.ddp.module.state_dict()}, checkpoint_id=f"{folder}/here")
     with pytest.raises(thinwire.StateError, match=r"nowhere' is missing or incomplete \(FileNotFound"):
         read_states(f"{folder}/nowhere")

@@ -1,11 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`: one line for every strategy, safe against crashes."""
 
-import contextlib
 import os
 import shutil
 import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.checkpoint.test_untrusted import Hostile, Own
-from tests.harness import run_ranks
+from tests.harness import quiet, run_ranks
 from tests.models import batch, flat_parameters, mlp
 from thinwire import (
     DiLoCo,
@@ -43,14 +40,6 @@ PROGRAMS: dict[str, Any] = {
 }
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns of what is not in our hands, and warnings are errors here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 class Seed:
     """What each rank has of its own."""
 
@@ -73,7 +62,7 @@ class Job:
 
     def __init__(self, program: Any, seed: int, width: int = 8, broadcast: bool = True) -> None:
         layers = [*mlp(width=width, layers=2), nn.BatchNorm1d(width), *mlp(width=width, layers=1)]
-        with _quiet():  # the option has another name in later versions of torch
+        with quiet():  # the option has another name in later versions of torch
             self.ddp = DDP(nn.Sequential(*layers), bucket_cap_mb=0.001, broadcast_buffers=broadcast)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 7], gamma=0.5)
@@ -100,7 +89,7 @@ class Job:
 def saved_and_loaded(rank: int, world_size: int, folder: str, broadcast: bool) -> dict[str, Any]:
     """Saves twice to one folder, the second time in place of the first."""
     scales = {}
-    with _quiet():
+    with quiet():
         for name, program in PROGRAMS.items():
             job = Job(program, seed=4 + rank * (name == "diloco"), broadcast=broadcast)
             job.train(rank, 0, 2)
@@ -179,7 +168,7 @@ def one_rank_raises(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(kind, match="the loader has no position yet"):
         save_checkpoint(f"{folder}/broken", *job.held, loader=Broken(rank))
     assert time.monotonic() - began < 60  # the group waits for 180 s
-    with _quiet():
+    with quiet():
         save_checkpoint(f"{folder}/broken", *job.held, loader=Seed(rank))
 
 
@@ -191,7 +180,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     job = Job(Int8(), seed=3 + rank)
     for name in ("nowhere", "foreign"):
         if name == "foreign":
-            with _quiet():
+            with quiet():
                 dcp.save({"model": job.ddp.module.state_dict()}, checkpoint_id=f"{folder}/foreign")
         said = (
             "no checkpoint at .*thinwire.save_ch"
@@ -207,7 +196,7 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(kind, match="is not a checkpoint, and saving would replace it"):
         save_checkpoint(f"{folder}/mine", *job.held)
     assert Path(folder, "mine", "notes").exists()
-    with _quiet():
+    with quiet():
         path = save_checkpoint(f"{folder}/right", *job.held, seed=job.seed, step=3)
     with pytest.raises(thinwire.OptionError, match=r"step=0 has no load_state_dict"):
         load_checkpoint(path, *job.held, step=0)
@@ -227,7 +216,7 @@ def resumed_if_present(rank: int, world_size: int, folder: str) -> None:
     Path(folder, "empty").mkdir(exist_ok=True)
     for name in ("nowhere", "empty"):
         assert load_checkpoint(f"{folder}/{name}", *job.held, missing_ok=True) == {}
-    with _quiet():
+    with quiet():
         path = save_checkpoint(f"{folder}/right", *job.held, step=3)
     assert load_checkpoint(path, *job.held, missing_ok=True) == {"step": 3}
     with pytest.raises(thinwire.MismatchError, match=r"checkpoint: .*none in .*one in|one in .*none in"):
@@ -359,7 +348,7 @@ def test_a_users_files_in_the_folder_outlive_a_save_and_a_crash_at_any_moment_of
 
 def keeps_a_users_file(rank: int, world_size: int, folder: str) -> None:
     job, path = Job(Int8(), seed=1), Path(folder, "checkpoint")
-    with _quiet():
+    with quiet():
         save_checkpoint(path, *job.held, step=1)
         (path / "tokenizer.json").write_text("mine")
         save_checkpoint(path, *job.held, step=2)
@@ -374,7 +363,7 @@ def hostile_states(rank: int, world_size: int, folder: str) -> None:
         save_checkpoint(f"{folder}/args", *job.held, args=Own())
     assert not Path(folder, "args").exists()
     for name in ("optimizer", "extra", "wire"):
-        with _quiet():
+        with quiet():
             path = save_checkpoint(f"{folder}/{name}", *job.held, scheduler=job.scheduler)
             state = {key: read_states(path, key) for key in ("optimizer", "extra", "wire")}
             state[name] = dict.fromkeys(state[name], hostile)

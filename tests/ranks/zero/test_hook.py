@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp
+from tests.models import batch, flat_parameters, late, mlp
 from thinwire import ZeRO
 from thinwire.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from thinwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -25,11 +24,6 @@ KINDS: dict[str, Any] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.003}),
 }
-
-
-def late(gradient: torch.Tensor) -> None:
-    if random.random() < 0.05:
-        time.sleep(random.random() * 0.002)
 
 
 def groups_of(ddp: DDP) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests.harness import run_ranks
-from tests.models import batch, flat_parameters, mlp, own
+from tests.models import batch, flat_parameters, late, mlp, own
 from thinwire import BF16, Exact, Int8, ZeRO
 from thinwire.telemetry.watch import as_row
 
@@ -26,11 +25,6 @@ VARIANTS = [
     ZeRO(interleaved=True, shard_buckets=False),
 ]
 SMALL = 0.001
-
-
-def late(gradient: torch.Tensor) -> None:
-    if random.random() < 0.05:
-        time.sleep(random.random() * 0.002)
 
 
 def made(kind: str, model: nn.Module) -> Any:

@@ -1,7 +1,6 @@
 """ZeRO's owners, what they send and save, and invalid input, in one process."""
 
 import io
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,13 +23,6 @@ from thinwire.strategies.zero.parameters import as_views, in_turn, share
 
 CPU = torch.device("cpu")
 SIZES = st.lists(st.lists(st.integers(0, 50), max_size=8), min_size=1, max_size=4)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @given(SIZES, st.integers(1, 6))

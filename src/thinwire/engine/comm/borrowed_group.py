@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 
 _LIMIT = timedelta(minutes=30)
 _NO_TIME = timedelta(0)
+_ABREAST = 2
+"""Programs that run at once. Two broadcasts by different ranks fill both directions of a link, and Gloo works
+on at most two."""
 
 
 class BorrowedGroup(Issuer):
@@ -107,8 +110,8 @@ def run_blocking(steps: Collectives[Result], group: AnyGroup) -> Result:
         steps.close()
 
 
-def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup, width: int = 2) -> None:
-    """Run many short programs over the ranks of `group`, with up to `width` of them in flight.
+def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup) -> None:
+    """Run many short programs over the ranks of `group`, with up to two of them in flight.
 
     The order of collectives depends on the order of the programs alone. Each turn waits for the oldest
     collective, resumes its program, and queues that program's next collective behind the others. A program
@@ -117,8 +120,6 @@ def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup, width: i
     Args:
         programs: The programs, in the same order on every rank.
         group: The process group. No other collective may be in flight on it.
-        width: How many programs run at once. Two broadcasts by different ranks fill both directions of a
-            link, and Gloo does not work on more than two at once.
 
     Raises:
         WireError: A collective failed.
@@ -137,7 +138,7 @@ def run_abreast(programs: Iterable[Collectives[None]], group: AnyGroup, width: i
 
     try:
         while True:
-            while len(in_flight) < width and (steps := next(waiting, None)) is not None:
+            while len(in_flight) < _ABREAST and (steps := next(waiting, None)) is not None:
                 resume(steps, None)
             if not in_flight:
                 return

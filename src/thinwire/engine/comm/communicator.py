@@ -47,9 +47,6 @@ class Communicator(Protocol):
     def in_any_order(self, op: Collective) -> bool:
         """Return whether ranks may issue a collective at different points of their order.
 
-        Args:
-            op: The collective.
-
         Returns:
             True if ranks match it by its tag, False if they match it by the order of issue.
         """
@@ -100,13 +97,6 @@ def unresponsive(communicator: Communicator, op: object) -> str:
     A rank whose program failed is the cause, even if others are silent. Ranks outside the collective may have
     no failure to report. They are named only if all ranks of the collective have reported, since one outside
     must then be the cause.
-
-    Args:
-        communicator: The ranks to ask.
-        op: The collective that failed.
-
-    Returns:
-        One or more sentences for the error message.
     """
     rank, size, rendezvous = communicator.rank, communicator.size, communicator.rendezvous
     if rendezvous is None:

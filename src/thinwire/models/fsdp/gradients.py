@@ -28,6 +28,7 @@ from thinwire.models.fsdp.shards import Shards
 from thinwire.models.fsdp.watch import watch
 from thinwire.programs.finite import all_true
 from thinwire.programs.finite import finite as is_finite
+from thinwire.programs.parameter_names import first_names
 from thinwire.step.autograd import queue_callback
 from thinwire.step.runner import AttachedRun
 
@@ -150,7 +151,7 @@ class ShardedGradients(ShardedModel):
             reason = str(error)
         else:
             return
-        changed = _shown([name for name, on in trained.items() if on != earlier[name]])
+        changed = first_names([name for name, on in trained.items() if on != earlier[name]])
         self._fail(
             run,
             WireError(
@@ -238,7 +239,7 @@ class ShardedGradients(ShardedModel):
         self._fail(
             run,
             WireError(
-                f"FSDP wrote no gradients of {_shown(waited)} in this backward, and other replicas may"
+                f"FSDP wrote no gradients of {first_names(waited)} in this backward, and other replicas may"
                 " wait for them: if some are unused, call model.set_reduce_scatter_unused_params(True), or"
                 " freeze them; for micro-batches, call model.set_requires_gradient_sync(False) on the root"
                 " module"
@@ -246,13 +247,7 @@ class ShardedGradients(ShardedModel):
         )
 
     def _which_train(self) -> dict[str, bool]:
-        """Return whether each parameter trains now, by name."""
         return {name: parameter.requires_grad for name, parameter in self.parameters().items()}
-
-
-def _shown(names: list[str]) -> str:
-    """Return the first of some names as text."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _flat(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

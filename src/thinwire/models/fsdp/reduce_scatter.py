@@ -13,7 +13,7 @@ from torch import nn
 from thinwire.codecs.codec import Codec, require_codec
 from thinwire.codecs.quantize import Quantize
 from thinwire.engine.comm.borrowed_group import run_blocking
-from thinwire.engine.ops import Collective, Collectives
+from thinwire.engine.ops import Collective, Collectives, mapped
 from thinwire.errors import AttachError, UnavailableError
 from thinwire.models.fsdp import internals
 from thinwire.programs.coding import seeded
@@ -71,16 +71,11 @@ class CompressedReduceScatter:
     def _counted(
         self, steps: Collectives[torch.Tensor], group: dist.ProcessGroup
     ) -> Collectives[torch.Tensor]:
-        received = None
-        while True:
-            try:
-                op = steps.send(received)
-            except StopIteration as stop:
-                total: torch.Tensor = stop.value
-                return total
-            if isinstance(op, Collective):
-                self.bytes_sent += op.bytes_sent(group.rank(), group.size())
-            received = yield op
+        def count(op: Collective) -> Collective:
+            self.bytes_sent += op.bytes_sent(group.rank(), group.size())
+            return op
+
+        return mapped(steps, count)
 
 
 def compress_reduce_scatter(model: nn.Module, codec: Codec | None = None) -> CompressedReduceScatter:

@@ -55,11 +55,7 @@ class Entry:
 
 
 class FirstGradient:
-    """The time at which a backward pass has computed its first gradient.
-
-    Args:
-        model: The model to watch.
-    """
+    """The time at which a backward pass has computed its first gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self.ready: float | None = None

@@ -162,12 +162,7 @@ def _measured(row: Row) -> dict[str, float]:
 
 
 def left_out(results: Results, named: Collection[str]) -> list[str]:
-    """Return the programs of a results file that are code which the user did not name.
-
-    Args:
-        results: The results.
-        named: The programs that the user named.
-    """
+    """Return the programs of a results file that are code which the user did not name."""
     tracks = (track for cell in results.cells for track in cell.tracks if track.kind == "thinwire")
     return sorted({track.text for track in tracks if names_code(track.text)} - set(named))
 

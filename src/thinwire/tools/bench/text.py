@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from thinwire.plan.units import show_bytes
 from thinwire.tools.bench.results import Track
 from thinwire.tools.bench.summary import Row
 from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB
@@ -100,15 +101,6 @@ DETAILS: tuple[tuple[tuple[str, ...], Callable[[Row], list[str]]], ...] = (
 """The tables of contestants that ran, each as column names and a function from a row to their texts."""
 
 
-def megabytes(count: float) -> str:
-    """Format a number of bytes in MB, to three digits.
-
-    >>> megabytes(25_900_000), megabytes(130), megabytes(0)
-    ('25.9 MB', '0.00013 MB', '0 MB')
-    """
-    return f"{count / 1e6:.3g} MB"
-
-
 def percent(ratio: float) -> str:
     """Format a relative difference in per cent, with its sign and two decimals.
 
@@ -133,4 +125,4 @@ def _times(ratio: float | None) -> str:
 
 
 def _bytes(count: float | None) -> str:
-    return "-" if count is None else megabytes(count)
+    return "-" if count is None else show_bytes(count)

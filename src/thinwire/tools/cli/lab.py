@@ -6,7 +6,7 @@ import click
 from rich.text import Text
 
 from thinwire.errors import OptionError
-from thinwire.tools.bench.text import megabytes
+from thinwire.plan.units import show_bytes
 from thinwire.tools.cli.output import err, out, print_json
 from thinwire.tools.lab.namespaces import Lab, clean
 from thinwire.tools.lab.network import plan
@@ -111,12 +111,12 @@ def _summary(network: str, finished: Finished) -> dict[str, object]:
 
 def _print_summary(finished: Finished) -> None:
     sent = ", ".join(
-        f"host {host} {megabytes(count)}" for host, count in enumerate(finished.bytes_sent or ())
+        f"host {host} {show_bytes(count)}" for host, count in enumerate(finished.bytes_sent or ())
     )
     err.print(f"lab: {finished.seconds:.1f} s; sent: {sent}", style="dim")
     if finished.bytes_between is not None:
         crossed = ", ".join(
-            f"group {group} {megabytes(count)}" for group, count in enumerate(finished.bytes_between)
+            f"group {group} {show_bytes(count)}" for group, count in enumerate(finished.bytes_between)
         )
         err.print(f"lab: of these to other groups: {crossed}", style="dim")
     if finished.failed_host is not None:

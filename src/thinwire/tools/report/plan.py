@@ -96,13 +96,7 @@ def at_rate(network: Network, rate: float) -> Network:
 
 
 def render(found: Scale, command: str, model: str) -> str:
-    """Return the whole page as HTML.
-
-    Args:
-        found: The plans.
-        command: The command line that made them.
-        model: A description of the model.
-    """
+    """Return the whole page as HTML."""
     link = found.network.link
     there = f"{show_rate(float(f'{link.up:.3g}'))} for data, {show_seconds(2 * link.latency)} round trip"
     hosts = [str(count) for count in found.sizes]

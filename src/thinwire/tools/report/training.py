@@ -32,12 +32,7 @@ LEGEND = (
 
 
 def render(log: Log, name: str) -> str:
-    """Return the whole page as HTML.
-
-    Args:
-        log: The training log.
-        name: The name of its file.
-    """
+    """Return the whole page as HTML."""
     summary = summarise(log)
     listed = "".join(fact(*pair) for pair in facts(log, summary))
     parts = (
