@@ -251,8 +251,8 @@ class Averager(Strategy):
         if replica.anchors is None or loop is None:
             replica.write(means)
         else:
-            # A newcomer holds the anchors, and has no steps of its own to keep. Mixed with the old anchors, it
-            # would differ from the new ones, and yet not count among the contributors of the next exchange.
+            # A newcomer holds the old anchors, and has no steps of its own to keep. If it mixed them in, it
+            # would differ from the new ones, and yet not be counted as a contributor to the next exchange.
             loop = loop if replica.window else replace(loop, mixing=0.0)
             outer_step(replica.anchors, replica.parameters, flight.fragment, means, loop, flight.contributors)
         replica.exchanges += 1
