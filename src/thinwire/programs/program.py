@@ -144,7 +144,7 @@ class Program(ReprAsWritten, ABC):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset the promises of a program that the subclass, or a mixin, changes and does not declare again."""
+        """Reset the promises of a program that the subclass or a mixin changes and does not declare again."""
         super().__init_subclass__(**options)
         if not any("__call__" in vars(base) for base in cls.__mro__[1:] if base is not Program):
             return

@@ -131,9 +131,10 @@ def test_a_replica_that_missed_the_commit_of_the_others_keeps_the_residual_of_wh
     assert not all(torch.equal(healed[name], before[name]) for name in before)
 
 
-def test_a_newcomer_does_not_dilute_the_mean_and_keeps_the_step() -> None:
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_newcomer_does_not_dilute_the_mean_and_keeps_the_step(mixing: float) -> None:
     """Of three replicas one is late for the first rounds: the others' mean is over two."""
-    plain = thinwire.DiLoCo(4, outer=partial(torch.optim.SGD, lr=1))
+    plain = thinwire.DiLoCo(4, outer=partial(torch.optim.SGD, lr=1), mixing=mixing)
     two = run(Room(), plain, replicas=2, steps=4)
     late = frozenset({(0, 2)})
     three = run(Room(late=late), plain, replicas=3, steps=4)

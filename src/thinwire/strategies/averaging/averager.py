@@ -6,6 +6,7 @@ some steps later. The replicas, and how tensors reach them, are the membership's
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from thinwire.checkpoint.averaged_state import checked, means_like, merge_averager_states, position
@@ -250,6 +251,9 @@ class Averager(Strategy):
         if replica.anchors is None or loop is None:
             replica.write(means)
         else:
+            # A newcomer holds the old anchors, and has no steps of its own to keep. If it mixed them in, it
+            # would differ from the new ones, and yet not be counted as a contributor to the next exchange.
+            loop = loop if replica.window else replace(loop, mixing=0.0)
             outer_step(replica.anchors, replica.parameters, flight.fragment, means, loop, flight.contributors)
         replica.exchanges += 1
         if self.config.optimizer_state == "reset":
