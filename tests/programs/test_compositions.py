@@ -228,7 +228,10 @@ class Counts:
         for name in bucket.names:
             memory.slot(name, "count", lambda: torch.zeros(1)).add_(1)
         program: Any = super()
-        return (yield from program.__call__(replace(bucket, exact=frozenset(), residuals=None), memory))
+        outcome: Outcome = yield from program.__call__(
+            replace(bucket, exact=frozenset(), residuals=None), memory
+        )
+        return outcome
 
 
 @dataclass(frozen=True, repr=False)
