@@ -96,7 +96,9 @@ def refusals(rank: int, world_size: int) -> None:
         thinwire.attach(hooked, thinwire.Exact())
     builtin = DDP(mlp())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    with pytest.raises(thinwire.AttachError, match="DDP did not accept the hook"):
+    # DDP does not show a hook of its own before it refuses ours, which is after the ranks have connected. The
+    # rank that is refused first closes its connections, perhaps while the other still makes them.
+    with pytest.raises(thinwire.ThinwireError, match="DDP did not accept the hook|could not connect"):
         thinwire.attach(builtin, thinwire.Exact())
 
 
