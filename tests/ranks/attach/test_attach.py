@@ -98,7 +98,7 @@ def refusals(rank: int, world_size: int) -> None:
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     # DDP does not show a hook of its own before it refuses ours, which is after the ranks have connected. The
     # rank that is refused first closes its connections, perhaps while the other still makes them.
-    with pytest.raises(thinwire.ThinwireError, match="DDP did not accept the hook|could not connect"):
+    with pytest.raises(thinwire.ThinwireError, match=r"DDP did not accept the hook|could not connect"):
         thinwire.attach(builtin, thinwire.Exact())
 
 
