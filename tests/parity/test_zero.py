@@ -115,7 +115,9 @@ def both(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def test_training_runs_are_equal(world_size: int) -> None:
     by_rank = run_ranks(both, world_size)
     for rank, results in enumerate(by_rank):

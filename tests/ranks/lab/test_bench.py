@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 MODEL = ("--model", "beside:build", "--steps", "8", "--bucket-mb", "0.1")
 BESIDE = """
