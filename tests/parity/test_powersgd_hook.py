@@ -48,9 +48,7 @@ def both(rank: int, world_size: int, approximation_rank: int) -> list[tuple[Any,
     return [(trained(our_powersgd, rank, **own), trained(torch_powersgd, rank, **own)) for own in options]
 
 
-@pytest.mark.parametrize(
-    "approximation_rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 4)), 2]
-)
+@pytest.mark.parametrize("approximation_rank", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_training_runs_are_equal(approximation_rank: int) -> None:
     first, second = run_ranks(both, 2, approximation_rank)
     for variant, (ours, theirs), (elsewhere, _) in zip(VARIANTS, first, second, strict=True):

@@ -115,9 +115,7 @@ def both(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
     return results
 
 
-@pytest.mark.parametrize(
-    "world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
-)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_training_runs_are_equal(world_size: int) -> None:
     by_rank = run_ranks(both, world_size)
     for rank, results in enumerate(by_rank):
