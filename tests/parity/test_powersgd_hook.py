@@ -48,6 +48,9 @@ def both(rank: int, world_size: int, approximation_rank: int) -> list[tuple[Any,
     return [(trained(our_powersgd, rank, **own), trained(torch_powersgd, rank, **own)) for own in options]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("approximation_rank", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_training_runs_are_equal(approximation_rank: int) -> None:
     first, second = run_ranks(both, 2, approximation_rank)

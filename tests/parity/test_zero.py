@@ -115,6 +115,9 @@ def both(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
     return results
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_training_runs_are_equal(world_size: int) -> None:
     by_rank = run_ranks(both, world_size)
