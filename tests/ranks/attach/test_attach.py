@@ -5,10 +5,12 @@ import gc
 import io
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import thinwire
 from tests.harness import run_ranks
 from tests.models import Staged, batch, changed, flat_gradients, mlp, own
 from thinwire.engine.comm import rendezvous
+from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.comm.process_group import store_of
 from thinwire.step import runner
 
@@ -96,9 +99,7 @@ def refusals(rank: int, world_size: int) -> None:
         thinwire.attach(hooked, thinwire.Exact())
     builtin = DDP(mlp())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    # DDP does not show a hook of its own before it refuses ours, which is after the ranks have connected. The
-    # rank that is refused first closes its connections, perhaps while the other still makes them.
-    with pytest.raises(thinwire.ThinwireError, match=r"DDP did not accept the hook|could not connect"):
+    with pytest.raises(thinwire.AttachError, match="DDP did not accept the hook"):
         thinwire.attach(builtin, thinwire.Exact())
 
 
@@ -108,6 +109,27 @@ def _foreign_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     run_ranks(refusals, 2)
+
+
+def connects_late(rank: int, world_size: int) -> bool:
+    assert dist.group.WORLD is not None
+    store = store_of(dist.group.WORLD)
+    connect = GroupCommunicator._connect
+
+    def late(self: GroupCommunicator, *args: Any) -> dist.ProcessGroup:
+        group = connect(self, *args)
+        if rank == 1:
+            time.sleep(0.5)
+            store.set("connected", "")
+        return group
+
+    with patch.object(GroupCommunicator, "_connect", late):
+        thinwire.attach(DDP(mlp()), thinwire.Exact())  # the model is gone at once, and its connections
+    return store.check(["connected"])
+
+
+def test_attach_returns_when_all_ranks_have_connected() -> None:
+    assert run_ranks(connects_late, 2) == [True, True]
 
 
 def mismatch(rank: int, world_size: int, what: str) -> str:
@@ -472,7 +494,8 @@ def test_the_user_may_destroy_the_process_group_first() -> None:
 
 def reinitialised(rank: int, world_size: int) -> None:
     """A new world on the same store, as after an elastic restart within the process."""
-    store = dist.distributed_c10d._get_default_store()
+    assert dist.group.WORLD is not None
+    store = store_of(dist.group.WORLD)
     for attempt in range(3):
         ddp, plain = DDP(mlp(), bucket_cap_mb=TINY_BUCKETS), DDP(mlp())
         thinwire.attach(ddp, Staged())

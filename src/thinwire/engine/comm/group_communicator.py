@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from thinwire.engine.comm.agreement import agreeing
 from thinwire.engine.comm.collectives import Issuer
 from thinwire.engine.comm.communicator import NotConnectedError
 from thinwire.engine.comm.messages import Mailbox, Messaged, cut
@@ -59,7 +60,10 @@ class GroupCommunicator(Issuer):
         if self.size == 1 or self._group is not None:
             return
         self._name = f"thinwire_{self.rendezvous.count('group')}"
-        hidden = self._connect_hidden(range(self.size), self._name)
+        # No rank goes on before all have connected. Otherwise rank 0, connected, may find its hook refused or
+        # its model gone and close, while rank 1 still connects and fails with an error that names no cause.
+        with agreeing(self.rendezvous, self.limit, f"connections of {self._name}"):
+            hidden = self._connect_hidden(range(self.size), self._name)
         self._group = hidden.group
         self._on_gloo = on_gloo(hidden.group)
         self.rendezvous = StoreRendezvous(hidden.group, self.limit, hidden.store)
