@@ -127,7 +127,7 @@ def test_a_rank_that_dies_before_its_node_connects_is_named() -> None:
 
 def reloaded(rank: int, world_size: int) -> None:
     ddp = DDP(mlp(), bucket_cap_mb=0.002)
-    wire = thinwire.attach(DDP(mlp()), thinwire.Int8())
+    wire = thinwire.attach(ddp, thinwire.Int8())
     ddp(batch(rank, 0)).square().mean().backward()
     states: list[Any] = [None] * world_size
     dist.all_gather_object(states, wire.state_dict())
