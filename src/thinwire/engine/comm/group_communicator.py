@@ -93,6 +93,11 @@ class GroupCommunicator(Issuer):
         """
         return self._connect(ranks, f"thinwire_subgroup_{self.rendezvous.count('subgroup')}_from_{ranks[0]}")
 
+    def failure(self) -> str | None:
+        """Return the error that an accelerator's backend has reported, if any."""
+        found = (hidden.error() for hidden in self._hidden if hidden.usable)
+        return next((text for text in found if text is not None), None)
+
     def abort(self) -> None:
         """Fail all collectives in flight at once: with Gloo on the other ranks too, with NCCL on this one."""
         for hidden in self._hidden:
