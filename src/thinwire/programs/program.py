@@ -259,6 +259,21 @@ class Program(ReprAsWritten, ABC):
         for program in self.inner:
             program.check(shapes, world_size)
 
+    def subgroups(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks to which it limits collectives, so that accelerators connect at attach.
+
+        On an accelerator, a group that this does not return connects in the first backward that uses it.
+
+        Args:
+            rank: This rank, which is in each of the groups.
+            world_size: Number of ranks that run the program together.
+
+        Returns:
+            The groups. Those at one place exclude each other: a rank has only one of them.
+        """
+        found = (group for program in self.inner for group in program.subgroups(rank, world_size))
+        return tuple(dict.fromkeys(found))
+
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
         """Return the collectives of a bucket without computing anything, for planning with many ranks.
 
