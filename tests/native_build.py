@@ -38,7 +38,7 @@ def missing(python: bool = False) -> str | None:
 
 
 def library(source: Path, *, python: bool = False) -> Path:
-    """Compile one C++ file to a shared library, or return the one that was compiled before.
+    """Compile one C++ file, with the headers beside it, or return the library that was compiled before.
 
     Processes that need the same library wait for the first, which compiles it.
 
@@ -53,7 +53,9 @@ def library(source: Path, *, python: bool = False) -> Path:
         RuntimeError: The compiler failed. The message has its output.
     """
     command = _command(source, python)
-    facts = [source.read_text(), torch.__version__, sysconfig.get_config_var("SOABI") or "", *command]
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    texts = [file.read_text() for file in sources]
+    facts = [*texts, torch.__version__, sysconfig.get_config_var("SOABI") or "", *command]
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
     built = _FOLDER / f"{name}.so"
     if built.exists():
