@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from thinwire.codecs.rounding import add_scaled
 from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import ProgramError
@@ -330,7 +331,7 @@ def unchanged(bucket: Bucket) -> Outcome:
             unpack(bucket.buffer, bucket.shapes), bucket.residuals.old, bucket.residuals.new, strict=True
         ):
             if old is not None and new is not None:
-                view.add_(old.view_as(view), alpha=bucket.residuals.keep)
+                add_scaled(view, old.view_as(view), bucket.residuals.keep)
                 new.zero_()
     return Outcome(bucket.buffer, torch.zeros_like(bucket.buffer) if bucket.track_error else None)
 
