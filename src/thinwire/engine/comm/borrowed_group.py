@@ -64,6 +64,9 @@ class BorrowedGroup(Issuer):
         """Return None: the caller, who owns the group, looks after it."""
         return None
 
+    def part(self) -> None:
+        """Do nothing, because the caller owns the group."""
+
     def abort(self) -> None:
         """Do nothing, because the caller owns the group."""
 
