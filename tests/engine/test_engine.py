@@ -299,6 +299,7 @@ class OnDevice(Echo):
         super().__init__(limit=limit)
         self.ends, self.aborted = ends, threading.Event()
         self.looked = 0
+        self.broken: str | None = None
 
     def in_any_order(self, op: object) -> bool:
         return False
@@ -311,6 +312,9 @@ class OnDevice(Echo):
         return SimpleNamespace(
             done=lambda: False, landed=landed, wait=lambda: op.tensor, complete=lambda: None
         )
+
+    def failure(self) -> str | None:
+        return self.broken
 
     def abort(self) -> None:
         self.aborted.set()
@@ -343,6 +347,17 @@ def test_a_rank_lost_on_an_accelerator_is_an_error_at_the_limit_with_its_name() 
     assert device.aborted.wait(60), "the communicator was not aborted"
     with pytest.raises(WireError, match="Rank 1"):
         submit(engine, on_device(1), label="next", last=True)
+    engine.close()
+
+
+def test_collectives_that_the_backend_itself_has_aborted_are_an_error() -> None:
+    """They look as if they had ended, with whatever was in their tensors."""
+    device = OnDevice(limit=60, ends=True)
+    device.broken = "the backend reported COMM_ERROR"
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(1), label="bucket 0", last=True)
+    with pytest.raises(WireError, match="COMM_ERROR"):
+        engine.settle()
     engine.close()
 
 

@@ -91,7 +91,9 @@ class Scheduler:
         self._hanging_up: threading.Thread | None = None
         self._flights: collections.deque[_Flight] = collections.deque()
         self._landing = threading.Lock()
-        """Held to change `_flights`. It is taken last: a thread that has it takes no other lock."""
+        """Held to change `_flights` and `_losing`. It is taken last: who has it takes no other lock."""
+        self._losing = False
+        """Whether a thread has found that a collective in flight is lost, and shuts the wire down."""
         self._asked = 0.0
         """When the store was last asked whether another rank has failed."""
 
@@ -203,7 +205,7 @@ class Scheduler:
     @property
     def in_flight(self) -> bool:
         """True while the device has not finished all collectives, as far as `land` has seen."""
-        return bool(self._flights)
+        return bool(self._flights) or self._losing
 
     def land(self) -> bool:
         """Forget the collectives that the device has finished, and fail the wire at the time limit.
@@ -216,17 +218,36 @@ class Scheduler:
             True if none is in flight, or the wire is down. False: call again.
         """
         with self._landing:
+            # Aborted collectives look as if they had ended. The wire thread (W) finds one lost, aborts all,
+            # and waits for the reports of other ranks. Meanwhile the host (H), which an abort wakes, comes
+            # here. If it forgot them as ended, it would go on with whatever is in their tensors. So once W
+            # has decided, H waits for the error.
+            if self._losing or self.error is not None:
+                return self.error is not None
             # A communicator's collectives end in the order of their issue. Those of subgroups may end before
             # an older one; they are forgotten with it.
+            latest = None
             while self._flights and self._flights[0].pending.landed():
-                self._flights.popleft()
+                latest = self._flights.popleft()
             flight = self._flights[0] if self._flights else None
             waited = 0.0 if flight is None else flight.waited()
-        if flight is None or self.error is not None:
+            # A backend may have aborted them by itself, as NCCL does after an error of the network if
+            # TORCH_NCCL_ASYNC_ERROR_HANDLING=2 keeps it from ending the process.
+            reason = None if latest is None else self.communicator.failure()
+            if reason is not None:
+                flight, self._losing = latest, True
+        if flight is None:
             return True
-        reason = self._lost(waited)
         if reason is None:
-            return False
+            reason = self._lost(waited)
+            if reason is None:
+                return False
+            with self._landing:
+                if (
+                    self._losing or flight.pending.landed()
+                ):  # another thread was faster, or it ended after all
+                    return False
+                self._losing = True
         with self.lock:
             if self.error is None:
                 self.fail(self._explain(_LostError(flight.what, flight.ranks, waited, reason), self._step))
@@ -264,6 +285,7 @@ class Scheduler:
             step.end()
         with self._landing:
             self._flights.clear()
+            self._losing = False
         self._hang_up()
 
     def join(self, seconds: float) -> None:

@@ -67,6 +67,9 @@ class Communicator(Protocol):
             WireError: The communicator is closed.
         """
 
+    def failure(self) -> str | None:
+        """Return an accelerator's error that makes collectives end without their result, if it has one."""
+
     def abort(self) -> None:
         """Fail all collectives in flight at once, if the backend can do so."""
 

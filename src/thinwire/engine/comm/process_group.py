@@ -21,6 +21,7 @@ Differences between versions that matter here, read in their sources:
   `nccl` is NCCL2, which always binds it, to the device of LOCAL_RANK unless told otherwise. So there every
   new group would be a split of the default group, on that device, without `_unsplit` and a device of its own.
 - `Backend.abort` exists since 2.9; in 2.6 only NCCL's class has it. In 2.15 that of XCCL ends the process.
+- `Backend.get_error` raises in 2.13 unless the backend has one, as NCCL's does. In 2.15 it returns SUCCESS.
 """
 
 import contextlib
@@ -179,6 +180,15 @@ class HiddenGroup:
         """True while the group exists in this process, until the user destroys all groups."""
         group = getattr(self, "group", None)  # `destroy` drops it
         return os.getpid() == self._process and group in _world().pg_group_ranks
+
+    def error(self) -> str | None:
+        """Return the error that a backend of accelerators has reported, if it has one and can report it."""
+        for backend in _abortable(self.group):
+            with contextlib.suppress(RuntimeError, AttributeError):  # not every backend, nor torch 2.6
+                error = backend.get_error()
+                if error.name != "SUCCESS":
+                    return f"the backend reported {error.name}"
+        return None
 
     def abort(self) -> None:
         """Fail collectives in flight on accelerators, on this rank alone, if the backend can do so."""
