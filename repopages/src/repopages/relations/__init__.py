@@ -1,0 +1,1 @@
+"""All files together: who imports, tests and mentions whom."""
