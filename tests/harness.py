@@ -17,8 +17,12 @@ from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
+
 from tests import rank_process
 from tests.rank_process import Job
+from tests.shadow import device
+from tests.shadow.device import SHADOW
 
 # On some virtual machines AMX, which oneDNN takes for bf16, is an illegal instruction in a forked process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -61,8 +65,8 @@ class _Rank:
         return code
 
 
-_warm: dict[int, _Rank] = {}
-"""The processes between two jobs, by the rank that each always has."""
+_warm: dict[tuple[str, int], _Rank] = {}
+"""The processes between two jobs, by the backend and the rank that each always has."""
 
 
 def run_ranks(
@@ -74,6 +78,7 @@ def run_ranks(
     dies: Collection[int] = (),
     rank_0_hosts: bool = False,
     fresh: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the results by rank.
 
@@ -89,24 +94,29 @@ def run_ranks(
         rank_0_hosts: Whether the store is on rank 0. It gets new processes.
         fresh: Whether to use new processes that end after the function, for a function that changes more of
             its process than tests/rank_process.py compares, or depends on what happens once in a process.
+        backend: The backend of the process group. With `tests.shadow.device.SHADOW` ranks have the shadow
+            device, and the test is skipped where that cannot be compiled.
 
     Returns:
         The results by rank, None for a rank that died.
     """
     alone = fresh or bool(dies) or rank_0_hosts
+    if backend == SHADOW:
+        _build_shadow()
     ranks: list[_Rank] = []
     deadline = time.monotonic() + seconds
     store = None if rank_0_hosts else rank_process.host()
     port = 0 if store is None else store.port
     try:
         for rank in range(world_size):
-            ranks.append(_Rank() if alone or rank not in _warm else _warm.pop(rank))
-            job = Job(function, rank, world_size, port, group_timeout, args, alone)
+            warm = (backend, rank)
+            ranks.append(_Rank() if alone or warm not in _warm else _warm.pop(warm))
+            job = Job(function, rank, world_size, port, group_timeout, args, alone, backend)
             ranks[rank].pipe.send_bytes(pickle.dumps(job))
             if port == 0:
                 assert ranks[0].pipe.poll(seconds), "rank 0 hosts no store"
                 port = pickle.loads(ranks[0].pipe.recv_bytes())
-        return _collect(ranks, deadline, set(dies))
+        return _collect(ranks, deadline, set(dies), backend)
     except BaseException:
         end_warm_ranks(kill=True)  # one failure must not spread to the tests after it
         raise
@@ -137,7 +147,7 @@ def end_warm_ranks(*, kill: bool = False) -> None:
 atexit.register(end_warm_ranks)  # before multiprocessing's own handler, which waits for them
 
 
-def _collect(ranks: list[_Rank], deadline: float, dies: set[int]) -> list[Any]:
+def _collect(ranks: list[_Rank], deadline: float, dies: set[int], backend: str) -> list[Any]:
     results: dict[int, Any] = {}
     stays: dict[int, bool] = {}
 
@@ -165,12 +175,19 @@ def _collect(ranks: list[_Rank], deadline: float, dies: set[int]) -> list[Any]:
         receive(rank)
     for rank, process in enumerate(ranks):
         if stays.get(rank):
-            _warm[rank] = process
+            _warm[backend, rank] = process
         elif rank not in dies:
             process.process.join(_ENDING_SECONDS)
             code = process.process.exitcode
             assert code == 0, f"rank {rank} ended with exit code {code} after its work"
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _build_shadow() -> None:
+    """Compile the shadow device before a rank needs it; skip the test where that is impossible."""
+    if reason := device.unavailable():
+        pytest.skip(reason)
+    device.library()
 
 
 @contextlib.contextmanager

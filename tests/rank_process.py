@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.shadow import device
 from thinwire.engine.comm.process_group import _backend_holders
 
 _WATCHED = (
@@ -48,6 +49,7 @@ class Job:
     group_timeout: float
     args: tuple[Any, ...]
     last: bool
+    backend: str
 
 
 def host() -> dist.TCPStore:
@@ -102,7 +104,11 @@ def _run(job: Job, pipe: Connection) -> tuple[bool, Any]:
         else:
             store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         limit = timedelta(seconds=job.group_timeout)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+        if "shadow" in job.backend:
+            device.reset()
+        dist.init_process_group(
+            job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit
+        )
         # Held to the end by this thread: torch's hooks drop references on Gloo's own, and a group freed
         # there waits for itself ("Resource deadlock avoided").
         world = dist.group.WORLD

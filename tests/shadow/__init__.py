@@ -1,0 +1,1 @@
+"""A device of our own that finds races: see docs/accelerators.md."""
