@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.programs.program import ProgramFunction
 from thinwire.tools.doctor.check import OK, SKIPPED, Outcome, Surroundings, judged
-from thinwire.tools.doctor.values import PROGRAMS
+from thinwire.tools.doctor.values import NOT_BITWISE, PROGRAMS
 
 _STEPS = 4
 _SHAPES = ((128, 64), (128,), (96, 128), (7, 33), (8, 96), (8,))
@@ -83,10 +83,9 @@ def streams(around: Surroundings) -> Outcome:
             found = _trained(around, around.device, program(), options)
             if len({tuple(peer) for peer in around.agree(found)}) > 1:
                 wrong.append(f"{label}: ranks hold different parameters")
-            if found != _trained(around, torch.device("cpu"), program(), options) and name != "PowerSGD":
-                wrong.append(
-                    f"{label}: other parameters than on the CPU"
-                )  # PowerSGD: BLAS rounds its own way
+            on_cpu = _trained(around, torch.device("cpu"), program(), options)
+            if found != on_cpu and name not in NOT_BITWISE:
+                wrong.append(f"{label}: other parameters than on the CPU")
             if count := races():
                 wrong.append(f"{label}: {count} races")
     return judged(wrong, f"{len(rows)} set-ups: no race found, ranks equal, parameters as on the CPU")
@@ -121,12 +120,18 @@ def _trained(
 @contextlib.contextmanager
 def _sanitizer(around: Surroundings) -> Iterator[Callable[[], int]]:
     """Open torch's race finder, if any. Yield a function that counts the races since its last call."""
-    counted = getattr(around.module, "races", None)  # a device that finds races itself
+    counted = getattr(around.module, "races", None)  # a device that finds races itself, in total
+    seen = [counted()] if callable(counted) else [0]
+
+    def since() -> int:
+        before, seen[0] = seen[0], counted() if callable(counted) else 0
+        return int(seen[0] - before)
+
     if around.device.type == "cuda":
         from torch.cuda import _sanitizer
 
         _sanitizer.enable_cuda_sanitizer()  # raises in the operation that races
-    yield (lambda: int(counted())) if callable(counted) else (lambda: 0)
+    yield since
 
 
 def host_reads(around: Surroundings) -> Outcome:

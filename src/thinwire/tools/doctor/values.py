@@ -45,6 +45,8 @@ PROGRAMS: dict[str, Callable[[], thinwire.Program]] = {
     "RandomK": partial(thinwire.RandomK, 0.1),
     "PowerSGD": partial(thinwire.PowerSGD, rank=2, warmup=0),
 }
+NOT_BITWISE = ("PowerSGD",)
+"""Programs with matrix products, which every device rounds in its own order. Ranks must still be equal."""
 _SHAPES = {"weight": (48, 33), "bias": (48,), "scale": ()}
 _LENGTH = sum(math.prod(shape) for shape in _SHAPES.values())
 
@@ -117,9 +119,11 @@ def bits(around: Surroundings) -> Outcome:
                 wrong.append(f"{name} on {kind} raised {type(error).__name__}: {str(error)[:200]}")
                 continue
             details[f"{name}, {kind}"] = {"numbers that differ": count, "largest difference in ulp": largest}
-            if count:
+            if count and name not in NOT_BITWISE:
                 wrong.append(f"{name} on {kind}: {count} numbers differ, by up to {largest} ulp")
-    return judged(wrong, f"{len(details)} runs of {len(PROGRAMS)} programs have the CPU's bits", details)
+    others = ", ".join(NOT_BITWISE)
+    right = f"{len(details)} runs of {len(PROGRAMS)} programs; all but {others} have the CPU's bits"
+    return judged(wrong, right, details)
 
 
 def _inputs() -> dict[str, list[torch.Tensor]]:
