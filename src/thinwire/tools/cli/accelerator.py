@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def examine_accelerator(
     imports: tuple[str, ...],
     parameters: int,
     only: tuple[str, ...],
+    limit: float,
 ) -> int:
     """Run all checks, and print their results on rank 0.
 
@@ -48,7 +50,7 @@ def examine_accelerator(
         raise OptionError(
             f"--only {', '.join(sorted(unknown))} is not a check: choose from {', '.join(CHECKS)}"
         )
-    request = _request(device, backend, imports, parameters, only)
+    request = replace(_request(device, backend, imports, parameters, only), limit=limit)
     first = os.environ["RANK"] == "0"
     if first:
         check_writable(path)

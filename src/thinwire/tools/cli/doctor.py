@@ -59,6 +59,12 @@ _OPTIONAL = {
     type=click.IntRange(10_000),
     help="With --accelerator: size of the model for memory and speed.",
 )
+@click.option(
+    "--limit",
+    default=0.0,
+    type=click.FloatRange(0),
+    help="With --accelerator: seconds after which a check counts as hung. Default: each has its own limit.",
+)
 @click.option("--only", multiple=True, metavar="CHECK", help="With --accelerator: run only this check.")
 @click.pass_context
 def doctor(ctx: click.Context, /, as_json: bool, accelerator: bool, **asked: Any) -> None:

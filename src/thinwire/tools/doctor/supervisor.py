@@ -33,6 +33,7 @@ class Request:
         imports: Modules to import first, which register a device of another vendor.
         parameters: Size of the model for memory and speed.
         checks: Names of the checks to run.
+        limit: Seconds after which a check counts as hung. 0 takes each check's own limit.
     """
 
     device: str
@@ -40,6 +41,11 @@ class Request:
     imports: tuple[str, ...]
     parameters: int
     checks: tuple[str, ...]
+    limit: float = 0.0
+
+    def seconds(self, name: str) -> float:
+        """Return the seconds that a check may take, with the start of its process."""
+        return self.limit or CHECKS[name].limit + _MARGIN
 
 
 def examine(request: Request, shown: Callable[[str, Outcome, float], None]) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def examine(request: Request, shown: Callable[[str, Outcome, float], None]) -> d
         store.set(f"doctor/{name}/outcome/{rank}", json.dumps(mine.as_dict()))
         # Every rank waits here for the slowest, so that the next check starts on all of them together.
         keys = [f"doctor/{name}/outcome/{peer}" for peer in range(size)]
-        store.wait(keys, datetime.timedelta(seconds=CHECKS[name].limit + 2 * _MARGIN))
+        store.wait(keys, datetime.timedelta(seconds=request.seconds(name) + _MARGIN))
         outcomes = [Outcome(**json.loads(store.get(key))) for key in keys]
         if name == "lost rank":
             outcomes = _without_the_killed(outcomes)
@@ -102,9 +108,9 @@ def _run(name: str, request: Request, rank: int) -> Outcome:
                 stderr=errors,
             )
             try:
-                child.wait(CHECKS[name].limit + _MARGIN)
+                child.wait(request.seconds(name))
             except subprocess.TimeoutExpired:
-                return _hung(child, name, log)
+                return _hung(child, request.seconds(name), log)
             finally:
                 if child.poll() is None:
                     child.kill()
@@ -117,14 +123,16 @@ def _run(name: str, request: Request, rank: int) -> Outcome:
         return Outcome(FAILED, text, {"exit": child.returncode, "log": said[-_STACKS:]})
 
 
-def _hung(child: "subprocess.Popen[bytes]", name: str, log: Path) -> Outcome:
+def _hung(child: "subprocess.Popen[bytes]", seconds: float, log: Path) -> Outcome:
     before = log.stat().st_size
     child.send_signal(signal.SIGUSR1)
-    time.sleep(2)  # faulthandler writes the stacks without Python's help, within milliseconds
+    # faulthandler writes the stacks without Python's help, usually within milliseconds.
+    for _ in range(20):
+        time.sleep(0.5)
+        if log.stat().st_size > before:
+            break
     stacks = without_host_names(log.read_bytes()[before:].decode(errors="replace"))
-    text = (
-        f"no result after {CHECKS[name].limit + _MARGIN:.0f} s; the JSON file has the stacks of all threads"
-    )
+    text = f"no result after {seconds:.0f} s; the JSON file has the stacks of all threads"
     return Outcome(HUNG, text, {"stacks": stacks[-_STACKS:]})
 
 
