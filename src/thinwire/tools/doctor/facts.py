@@ -82,7 +82,8 @@ def _asked(*words: str) -> str:
 
 def without_host_names(text: str) -> str:
     """Return a text without the names of this host and of the rendezvous."""
-    for name in {socket.gethostname(), platform.node(), os.environ.get("MASTER_ADDR", "")}:
+    names = {socket.gethostname(), platform.node(), os.environ.get("MASTER_ADDR", "")}
+    for name in sorted(names, key=len, reverse=True):  # a short name is a part of the full one
         if len(name) > 2 and name not in ("127.0.0.1", "localhost"):
             text = text.replace(name, "HOST")
     return text
