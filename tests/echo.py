@@ -21,6 +21,9 @@ class StoreRendezvous:
     def text(self, ranks: list[int]) -> str:
         return ranks_text(ranks)
 
+    def reported(self) -> dict[int, str]:
+        return self.words
+
     def report(self, text: str, limit: timedelta) -> None:
         self.words.setdefault(0, text)
 

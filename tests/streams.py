@@ -61,12 +61,29 @@ class Queue:
         self.wait_clock(other.clock)
         self.model.log.append(("wait", self.name, other.name))
 
+    def wait_event(self, event: "Event") -> None:
+        self.wait_clock(event.clock)
+        self.model.log.append(("wait", self.name, event.name))
+
     def wait_clock(self, clock: Clock) -> None:
         for name, time in clock.items():
             self.clock[name] = max(time, self.clock.get(name, 0))
 
     def comes_after(self, use: Use) -> bool:
         return self.clock.get(use.stream, 0) >= use.time
+
+
+class Event:
+    """A point in a stream's work."""
+
+    def __init__(self) -> None:
+        self.name, self.clock = "", Clock()
+
+    def record(self, stream: Queue) -> None:
+        self.name, self.clock = stream.name, dict(stream.clock)
+
+    def query(self) -> bool:
+        return True
 
 
 class Model(TorchDispatchMode):
@@ -83,7 +100,9 @@ class Model(TorchDispatchMode):
 
     # Torch's module of an accelerator
 
-    def Stream(self, device: torch.device) -> Queue:  # noqa: N802 - torch's name
+    Event = Event
+
+    def Stream(self, device: torch.device, priority: int = 0) -> Queue:  # noqa: N802 - torch's name
         return Queue(self, f"side {next(self._numbers)}")
 
     def current_stream(self, device: torch.device) -> Queue:

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.echo import Echo, engine_on, staged, submit
 from thinwire import AllReduce, Collectives, ProgramError, WireError
 from thinwire.engine.ops import among
 from thinwire.engine.order import order
+from thinwire.engine.streams import SideStream
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -288,3 +290,116 @@ def _cast_of(output: torch.Tensor) -> Any:
             return node
         nodes += [each for each, _ in node.next_functions] if node is not None else []
     raise AssertionError("nothing was cast")
+
+
+class OnDevice(Echo):
+    """A communicator as NCCL is: `wait` returns at once, and only `landed` tells if a collective ended."""
+
+    def __init__(self, *, limit: float, ends: bool = False) -> None:
+        super().__init__(limit=limit)
+        self.ends, self.aborted = ends, threading.Event()
+        self.looked = 0
+        self.broken: str | None = None
+
+    def in_any_order(self, op: object) -> bool:
+        return False
+
+    def issue(self, op: Any, turn: Any = None) -> Any:
+        def landed() -> bool:
+            self.looked += 1
+            return self.ends or self.aborted.is_set()
+
+        return SimpleNamespace(
+            done=lambda: False, landed=landed, wait=lambda: op.tensor, complete=lambda: None
+        )
+
+    def failure(self) -> str | None:
+        return self.broken
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def on_device(stages: int) -> Collectives[torch.Tensor]:
+    """A program whose tensors are not the CPU's, on a device without streams or values."""
+    for _ in range(stages):
+        yield AllReduce(torch.zeros(4, device="meta"))
+    return torch.zeros(())
+
+
+def test_a_rank_lost_on_an_accelerator_is_an_error_at_the_limit_with_its_name() -> None:
+    """Its peers' collectives return at once and never end. A read of a value would block for good."""
+    device = OnDevice(limit=0.3)
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(2), label="bucket 0 (w)", last=False)
+    submit(engine, on_device(1), label="bucket 1 (b)", last=True)
+    engine.guard()
+    with pytest.raises(WireError) as caught:
+        engine.settle()
+    text = str(caught.value)
+    for part in (
+        "s for AllReduce",
+        "at step 0, bucket 0 (w), stage 0, and it failed",  # the oldest, which the others wait for
+        "Rank 1 did not respond",
+        "did not end on the device within 0.3 s",
+    ):
+        assert part in text, text
+    assert device.aborted.wait(60), "the communicator was not aborted"
+    with pytest.raises(WireError, match="Rank 1"):
+        submit(engine, on_device(1), label="next", last=True)
+    engine.close()
+
+
+def test_collectives_that_the_backend_itself_has_aborted_are_an_error() -> None:
+    """They look as if they had ended, with whatever was in their tensors."""
+    device = OnDevice(limit=60, ends=True)
+    device.broken = "the backend reported COMM_ERROR"
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(1), label="bucket 0", last=True)
+    with pytest.raises(WireError, match="COMM_ERROR"):
+        engine.settle()
+    engine.close()
+
+
+def test_the_wire_thread_finds_a_lost_rank_while_the_host_blocks_elsewhere() -> None:
+    device = OnDevice(limit=0.3)
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(1), label="bucket 0", last=True)
+    assert device.aborted.wait(60), "the host would block in its own read of a value until then"
+    with pytest.raises(WireError, match="did not end on the device"):
+        engine.settle()
+    engine.close()
+
+
+def test_a_rank_that_reports_a_failure_is_not_waited_for_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It aborts its own communicator, which NCCL's peers do not notice."""
+    monkeypatch.setattr("thinwire.engine.scheduler._ASK_SECONDS", 0.0)
+    device = OnDevice(limit=10_000)
+    device.rendezvous.words[1] = "failed: a defect in its program"
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(1), label="bucket 0", last=True)
+    with pytest.raises(WireError, match=r"Rank 1 failed: a defect in its program\..*another rank has failed"):
+        engine.settle()
+    engine.close()
+
+
+def test_a_device_that_still_computes_the_input_is_not_taken_for_a_lost_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host issues a step's collectives long before the device has computed the gradients."""
+    computed = threading.Event()
+    monkeypatch.setattr(SideStream, "mark", lambda self: SimpleNamespace(query=computed.is_set))
+    monkeypatch.setattr(SideStream, "after", lambda self, event: None)
+    device = OnDevice(limit=0.05)
+    engine = engine_on(device, inline=True)
+    submit(engine, on_device(1), label="bucket 0", last=True)
+    looked = device.looked + 3
+    while device.looked < looked:  # the wire thread looks, after the limit too
+        time.sleep(0.01)
+    engine.check()
+    device.ends = True
+    computed.set()
+    engine.settle()
+    engine.close()

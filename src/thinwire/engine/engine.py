@@ -3,8 +3,7 @@
 On CPU, backward's own thread takes the turns that do not block, and one wire thread takes those that do, so
 backward never waits before its end. On accelerators the same order runs inline, inside the hook, on a side
 stream. Collectives there return at once and are ordered by the stream, so the wire thread only enforces the
-time limit. (This project's CI has no accelerator: the inline path is tested on the CPU, and against a model
-of streams, events and memory.)
+time limit, and `settle` waits until the device has finished them.
 """
 
 import contextlib
@@ -28,6 +27,10 @@ from thinwire.errors import ThinwireError, WireError
 
 _JOIN_SECONDS = 1.0
 _CHECK_SECONDS = 5.0
+_LAND_FIRST, _LAND_LAST = 0.00005, 0.001
+"""Seconds between two looks at an accelerator's collectives at the end of a step, at first and later."""
+_WATCH_SECONDS = 0.25
+"""Seconds between two looks of the wire thread at them."""
 _CPU = torch.device("cpu")
 
 
@@ -60,7 +63,7 @@ class Engine:
         self._device = device
         self._inline = device.type != "cpu" if inline is None else inline
         self._side_stream = SideStream(device)
-        self._scheduler = Scheduler(communicator, self.meter, device.type)
+        self._scheduler = Scheduler(communicator, self.meter, self._side_stream)
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: advance, False: stop
         self._thread: threading.Thread | None = None
         self._end: Callable[[], object] | None = None
@@ -104,7 +107,7 @@ class Engine:
         with at_work():
             current = self._current_step(step)
             future = Result(instead.device, partial(_awaited, weakref.ref(self), current))
-            task = Task(program, label, last, current, instead, future)
+            task = Task(program, label, last, current, instead, future, self._side_stream.mark())
             if last:
                 self._ended, self._open = current, None
             if self._side_stream.separate:
@@ -198,8 +201,19 @@ class Engine:
                     raise WireError("the wire thread has died, so this step will not end: restart the job")
             if step is self._ended:
                 self._ended = None
+            self._land()
         self._side_stream.join()  # the host may read or free the programs' results next
         self.check()
+
+    def _land(self) -> None:
+        """Wait until the device has finished all collectives, or the wire is down.
+
+        The host reads a value next, which would block without a limit if a rank is lost.
+        """
+        pause = _LAND_FIRST
+        while self._scheduler.in_flight and not self._scheduler.land():
+            time.sleep(pause)
+            pause = min(2 * pause, _LAND_LAST)
 
     def fail(self, error: ThinwireError) -> None:
         """Shut the wire down because ranks have diverged, as a failed program does, and raise the error.
@@ -297,7 +311,9 @@ def _awaited(engine: "weakref.ref[Engine]", step: EngineStep) -> None:
 def _serve(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: bool) -> None:
     """Run the wire thread. It refers to the scheduler only, so it keeps neither engine nor model alive."""
     while _receive(scheduler, inbox, inline):
-        if not inline:
+        # Inline, this thread takes no turns, except to fail programs that were queued while it shut the wire
+        # down, with the lock that their own thread needs to run them.
+        if not inline or scheduler.error is not None:
             # An interrupt of a program here (SystemExit, say) has failed the scheduler: backward raises it.
             with scheduler.lock, contextlib.suppress(BaseException):
                 scheduler.advance(wait=False)
@@ -317,6 +333,13 @@ def _receive(scheduler: Scheduler, inbox: "queue.SimpleQueue[bool]", inline: boo
     # What is in flight may be a future that only a program still in the queue completes.
     if not inline and (scheduler.has_arrivals or scheduler.await_oldest()):
         return _nothing_stops(inbox)
+    if scheduler.in_flight:
+        # `settle` looks at them more often. This is for a host that blocks elsewhere, as in a read of the
+        # loss: it waits for the same collectives, and aborting them is what wakes it.
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=_WATCH_SECONDS)
+        scheduler.land()
+        return True
     if scheduler.mid_step:
         limit = scheduler.communicator.limit.total_seconds()
         with contextlib.suppress(queue.Empty):

@@ -92,6 +92,22 @@ class Agenda:
             return None
         return heapq.heappop(self._due)[1]
 
+    def later_stages(self) -> list[tuple[int, int]]:
+        """Return the later stages whose turns come right after the first one of the newest bucket.
+
+        They need none of that bucket's gradients, so their programs may compute before it, although their
+        collectives come after its first. (Turns behind these would have to wait for collectives that have
+        only just been issued, and the newest bucket with them.)
+
+        >>> agenda = Agenda()
+        >>> agenda.arrive(), agenda.next(), agenda.again(0, 1), agenda.arrive(), agenda.later_stages()
+        (0, (0, 0), None, 1, [])
+        >>> agenda.next(), agenda.again(1, 1), agenda.arrive(), agenda.later_stages()
+        ((1, 0), None, 2, [(0, 1)])
+        """
+        newest = self._arrived - 1
+        return [turn for _, turn in sorted(self._due) if turn[1] > 0 and position(*turn)[0] <= newest]
+
     @property
     def finished(self) -> bool:
         """True once every bucket has arrived and has taken all its requested turns."""

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +18,53 @@ from thinwire.engine.comm.communicator import (
     unresponsive,
     world_ranks,
 )
+from thinwire.engine.comm.pending import Pending
 from thinwire.engine.futures import at_work
 from thinwire.engine.meter import Meter
 from thinwire.engine.ops import Await, Collective
 from thinwire.engine.profiling import span, stage_name
+from thinwire.engine.streams import SideStream
 from thinwire.engine.task import EngineStep, Task, anew
 from thinwire.errors import ProgramError, ThinwireError, WireError
+
+_ASK_SECONDS = 2.0
+"""How often a rank that waits for an accelerator's collective asks the store for failures of others."""
 
 
 class _LostError(Exception):
     """A collective that failed because a peer, or the network, is gone."""
 
-    def __init__(self, task: Task, waited: float, reason: str) -> None:
+    def __init__(self, what: str, ranks: tuple[int, ...] | None, waited: float, reason: str) -> None:
         super().__init__(reason)
-        self.task = task
-        self.waited = waited
+        self.what, self.ranks, self.waited = what, ranks, waited
+
+
+@dataclass
+class _Flight:
+    """A collective on an accelerator, from its issue until the device has finished it.
+
+    Attributes:
+        pending: The collective. It keeps what the collective received, until then.
+        what: The collective and its place, for errors.
+        ranks: The ranks that take part. None: all.
+        ready: The event after which its input is computed.
+    """
+
+    pending: Pending
+    what: str
+    ranks: tuple[int, ...] | None
+    ready: Any | None
+    since: float | None = None
+
+    def waited(self) -> float:
+        """Return for how long the network has had it. The device's own work before it does not count."""
+        if self.since is None:
+            # The host issues a whole step within milliseconds. The device may compute for longer than the
+            # limit before the first collective can begin.
+            if self.ready is None or self.ready.query():
+                self.since = time.monotonic()
+            return 0.0
+        return time.monotonic() - self.since
 
 
 class Scheduler:
@@ -43,18 +76,26 @@ class Scheduler:
     ones, get the same error.
     """
 
-    def __init__(self, communicator: Communicator, meter: Meter, device_type: str) -> None:
+    def __init__(self, communicator: Communicator, meter: Meter, side_stream: SideStream) -> None:
         self.communicator = communicator
         self.lock = threading.Lock()
         self.error: ThinwireError | None = None
         self.latest_arrival = 0.0
         self._meter = meter
-        self._device_type = device_type
+        self._side_stream = side_stream
+        self._device_type = side_stream.device.type
         self._arriving: collections.deque[Task | EngineStep] = collections.deque()
         self._step: EngineStep | None = None
         self._stages: dict[int, int] = {}
         """The number of collectives of each bucket in its latest step, for the names of ranges."""
         self._hanging_up: threading.Thread | None = None
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._landing = threading.Lock()
+        """Held to change `_flights` and `_losing`. It is taken last: who has it takes no other lock."""
+        self._losing = False
+        """Whether a thread has found that a collective in flight is lost, and shuts the wire down."""
+        self._asked = 0.0
+        """When the store was last asked whether another rank has failed."""
 
     def raise_error(self) -> None:
         """Raise the failure that shut the wire down, if any.
@@ -161,6 +202,74 @@ class Scheduler:
             record.ended = time.perf_counter()
         return True
 
+    @property
+    def in_flight(self) -> bool:
+        """True while the device has not finished all collectives, as far as `land` has seen."""
+        return bool(self._flights) or self._losing
+
+    def land(self) -> bool:
+        """Forget the collectives that the device has finished, and fail the wire at the time limit.
+
+        On an accelerator no call of torch fails if a rank is lost: `Work.wait` returns at once, and the first
+        read of a value blocks the host until the backend ends the process. So the host looks here before it
+        reads one. Any thread may call this, without the scheduler's lock.
+
+        Returns:
+            True if none is in flight, or the wire is down. False: call again.
+        """
+        with self._landing:
+            # Aborted collectives look as if they had ended. The wire thread (W) finds one lost, aborts all, and
+            # then waits for the reports of other ranks. Meanwhile the host (H), which an abort wakes, comes
+            # here. If it forgot them as ended, it would go on with whatever is in their tensors. So once W
+            # has decided, H waits for the error.
+            if self._losing or self.error is not None:
+                return self.error is not None
+            # A communicator's collectives end in the order of their issue. Those of subgroups may end before
+            # an older one; they are forgotten with it.
+            latest = None
+            while self._flights and self._flights[0].pending.landed():
+                latest = self._flights.popleft()
+            flight = self._flights[0] if self._flights else None
+            waited = 0.0 if flight is None else flight.waited()
+            # A backend may have aborted them by itself, as NCCL does after an error of the network if
+            # TORCH_NCCL_ASYNC_ERROR_HANDLING=2 keeps it from ending the process.
+            reason = None if latest is None else self.communicator.failure()
+            if reason is not None:
+                flight, self._losing = latest, True
+        if flight is None:
+            return True
+        if reason is None:
+            reason = self._lost(waited)
+            if reason is None:
+                return False
+            with self._landing:
+                if (
+                    self._losing or flight.pending.landed()
+                ):  # another thread was faster, or it ended after all
+                    return False
+                self._losing = True
+        with self.lock:
+            if self.error is None:
+                self.fail(self._explain(_LostError(flight.what, flight.ranks, waited, reason), self._step))
+        return True
+
+    def _lost(self, waited: float) -> str | None:
+        """Return why a collective of this age is lost, or None if it may still end."""
+        communicator = self.communicator
+        limit = (communicator.limit - communicator.report_limit).total_seconds()
+        if waited >= limit:
+            return f"it did not end on the device within {limit:g} s"
+        # A rank whose program failed aborts its own communicator, which NCCL's other ranks do not notice. So
+        # they look into the store now and then, and need not wait until the limit.
+        now = time.monotonic()
+        if waited < _ASK_SECONDS or now - self._asked < _ASK_SECONDS or communicator.rendezvous is None:
+            return None
+        self._asked = now
+        try:
+            return "another rank has failed" if communicator.rendezvous.reported() else None
+        except WireError as error:
+            return str(error)
+
     def fail(self, error: ThinwireError) -> None:
         """Fail every program of the step, report the error to the other ranks, and close connections."""
         # In this order: the cause is in the store before any peer can notice the failure. Then futures are
@@ -174,6 +283,9 @@ class Scheduler:
             task.fail(error)
         if step:
             step.end()
+        with self._landing:
+            self._flights.clear()
+            self._losing = False
         self._hang_up()
 
     def join(self, seconds: float) -> None:
@@ -183,6 +295,13 @@ class Scheduler:
 
     def _take_turns(self, step: EngineStep, wait: bool) -> bool:
         """Take the step's turns as far as possible; return whether a collective in flight stopped it."""
+        if self._side_stream.separate:
+            # One stream runs all programs, in the order of these calls. Behind the newest bucket's first turn
+            # the others would wait on the device until backward has computed that bucket's gradients.
+            for bucket, stage in step.agenda.later_stages():
+                task = step.tasks[bucket]
+                if task.stage == stage and task.held is None and task.program is not None:
+                    self._resume(task, bucket)
         while True:
             stuck = False
             while not stuck and (turn := step.agenda.next()) is not None:
@@ -231,12 +350,17 @@ class Scheduler:
         if task.record.ended is None:
             task.record.ended = time.perf_counter()
         if reason is not None:  # raised outside the except block, so that no traceback keeps the collective
-            raise _LostError(task, task.record.ended - task.record.issued, reason)
+            raise _lost_by(task, task.record.stage, task.record.ended - task.record.issued, reason)
         return received
 
     def _resume(self, task: Task, bucket: int) -> None:
         """Resume the program with the result of its collective, and keep its next collective, if any."""
         assert task.program is not None
+        # Backward has queued the kernels that write the gradients. A first turn must not read them before.
+        # Later turns need no wait: it would delay them until backward has computed gradients of later
+        # buckets, which they do not read.
+        self._side_stream.after(task.ready)
+        task.ready = None
         received = None if task.pending is None else self._wait(task)
         started = time.perf_counter()
         try:
@@ -260,6 +384,7 @@ class Scheduler:
     def _issue(self, task: Task, bucket: int, op: Collective | Await) -> None:
         started, task.op, lost = time.perf_counter(), op, None
         turn = (bucket, task.stage) if task.early else None
+        ready = self._side_stream.mark()
         try:
             with span("issue"):
                 pending = self.communicator.issue(op, turn)
@@ -270,7 +395,10 @@ class Scheduler:
                 raise
             raise ProgramError(f"the backend rejected {op}, for {task.label}: {error}") from error
         if lost is not None:
-            raise _LostError(task, time.perf_counter() - started, lost)
+            raise _lost_by(task, task.stage, time.perf_counter() - started, lost)
+        if isinstance(op, Collective) and op.tensor.device.type != "cpu":
+            with self._landing:
+                self._flights.append(_Flight(pending, _what(task, task.stage), op.ranks, ready))
         task.record = task.step.trace.issued(bucket, task.stage, op)
         task.pending, task.held = pending, None
         task.stage += 1
@@ -282,18 +410,16 @@ class Scheduler:
         self._step = None
         step.end()
 
-    def _explain(self, lost: _LostError, step: EngineStep) -> WireError:
+    def _explain(self, lost: _LostError, step: EngineStep | None) -> WireError:
         """Return the error for a failed collective, naming the ranks that may have caused it."""
-        task, waited_for = lost.task, str(lost.task.op)
-        where = f"step {step.trace.step}, {task.label}, stage {task.record.stage if task.record else 0}"
         (own,) = world_ranks(self.communicator, [self.communicator.rank])
-        report(self.communicator, f"waited for {waited_for} at {where}")
-        for other in step.tasks:  # a pending receive would keep its connection open, and peers waiting
-            other.pending = None
+        report(self.communicator, f"waited for {lost.what}")
+        for other in step.tasks if step else ():
+            other.pending = None  # a pending receive would keep its connection open, and peers waiting
         self._hang_up()
         return WireError(
-            f"rank {own} waited {lost.waited:.1f} s for {waited_for} at {where}, and it"
-            f" failed. {unresponsive(self.communicator, task.op)} The job cannot continue: restart it from"
+            f"rank {own} waited {lost.waited:.1f} s for {lost.what}, and it"
+            f" failed. {unresponsive(self.communicator, lost.ranks)} The job cannot continue: restart it from"
             f" its last checkpoint. (Backend error: {lost})"
         )
 
@@ -307,6 +433,15 @@ class Scheduler:
                 target=_hang_up, args=(self.communicator,), name="thinwire hanging up", daemon=True
             )
             self._hanging_up.start()
+
+
+def _what(task: Task, stage: int) -> str:
+    """Return a task's latest collective and its place, for errors."""
+    return f"{task.op} at step {task.step.trace.step}, {task.label}, stage {stage}"
+
+
+def _lost_by(task: Task, stage: int, waited: float, reason: str) -> _LostError:
+    return _LostError(_what(task, stage), getattr(task.op, "ranks", None), waited, reason)
 
 
 def _hang_up(communicator: Communicator) -> None:

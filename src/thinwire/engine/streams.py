@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+_HIGH = -1
+"""torch's high priority of streams. Priorities are numbers of which lower ones come first."""
+
 
 def streams_of(device: torch.device) -> Any | None:
     """Return torch's module of an accelerator, with its streams; None for the CPU."""
@@ -27,9 +30,11 @@ class SideStream:
     """The engine's own stream, on which programs run in parallel with backward's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._streams = streams_of(device)
-        self._stream: Any = None if self._streams is None else self._streams.Stream(device)
+        # Programs launch short kernels, and the network waits for them. At backward's priority they would
+        # wait for its long ones.
+        self._stream: Any = None if self._streams is None else self._streams.Stream(device, priority=_HIGH)
 
     @property
     def separate(self) -> bool:
@@ -38,14 +43,25 @@ class SideStream:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run the block on this stream, after the work queued on the current stream so far."""
+        """Run the block on this stream. It does not wait for the current one, see `after`."""
         if self._streams is None:
             yield
             return
-        # Backward has queued the kernels that write the gradients. This stream must not read them before.
-        self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._stream):
             yield
+
+    def mark(self) -> Any | None:
+        """Return an event that the current stream reaches after the work queued on it so far."""
+        if self._streams is None:
+            return None
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self.device))
+        return event
+
+    def after(self, event: Any | None) -> None:
+        """Make this stream wait for an event of another one."""
+        if event is not None:
+            self._stream.wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor for programs, which may outlive the last reference to it."""
@@ -55,7 +71,7 @@ class SideStream:
     def join(self) -> None:
         """Make the current stream wait for this one."""
         if self._streams is not None:
-            self._streams.current_stream(self._device).wait_stream(self._stream)
+            self._streams.current_stream(self.device).wait_stream(self._stream)
 
 
 class Writers:

@@ -51,6 +51,7 @@ class Task:
         step: The step it belongs to.
         instead: The future's value if the program fails in a guarded step.
         future: The future of its result.
+        ready: On an accelerator, the event after which its gradients are computed. None after its first turn.
     """
 
     program: Collectives[torch.Tensor] | None
@@ -59,6 +60,7 @@ class Task:
     step: EngineStep
     instead: torch.Tensor | None
     future: Result
+    ready: Any | None = None
     op: Collective | Await | None = None
     stage: int = 0
     """The stage of the turn that the program takes next."""

@@ -84,7 +84,7 @@ def connect(
     tensors = model.tensors()
     own = {f"parameter {name}": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     shard = {} if model.shard_key is None else {"shard": model.shard_key}
-    communicator = GroupCommunicator(model.group, limit)
+    communicator = GroupCommunicator(model.group, limit, model.device)
     # Everything is compared before the first group is made: a rank that raises then would leave the others
     # waiting for its connection.
     agree_on({**set_up, **own, **shard}, communicator.rendezvous, communicator.limit)

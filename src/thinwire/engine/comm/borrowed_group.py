@@ -60,6 +60,10 @@ class BorrowedGroup(Issuer):
         """The number of ranks in the group as it is now."""
         return self._group.size()
 
+    def failure(self) -> str | None:
+        """Return None: the caller, who owns the group, looks after it."""
+        return None
+
     def abort(self) -> None:
         """Do nothing, because the caller owns the group."""
 

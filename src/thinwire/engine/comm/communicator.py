@@ -1,7 +1,7 @@
 """The interface between the engine and the process group that carries its collectives, and its failures."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -67,6 +67,9 @@ class Communicator(Protocol):
             WireError: The communicator is closed.
         """
 
+    def failure(self) -> str | None:
+        """Return an accelerator's error that makes collectives end without their result, if it has one."""
+
     def abort(self) -> None:
         """Fail all collectives in flight at once, if the backend can do so."""
 
@@ -91,12 +94,16 @@ def report(communicator: Communicator, text: str) -> None:
             communicator.rendezvous.report(text, communicator.report_limit)
 
 
-def unresponsive(communicator: Communicator, op: object) -> str:
+def unresponsive(communicator: Communicator, ranks: Sequence[int] | None) -> str:
     """Describe which rank caused a failure, or which ranks have reported one and which have not.
 
     A rank whose program failed is the cause, even if others are silent. Ranks outside the collective may have
     no failure to report. They are named only if all ranks of the collective have reported, since one outside
     must then be the cause.
+
+    Args:
+        communicator: The communicator whose collective failed.
+        ranks: The ranks of the collective. None: all.
     """
     rank, size, rendezvous = communicator.rank, communicator.size, communicator.rendezvous
     if rendezvous is None:
@@ -113,7 +120,7 @@ def unresponsive(communicator: Communicator, op: object) -> str:
     if causes := [text for peer, text in others.items() if reports[peer].startswith(CAUSE)]:
         return " ".join(causes)
     silent = [peer for peer in range(size) if peer not in reports]
-    taking_part = getattr(op, "ranks", None) or range(size)
+    taking_part = ranks or range(size)
     silent = [peer for peer in silent if peer in taking_part] or silent
     if silent:
         named, they = rendezvous.text(silent).capitalize(), "it" if len(silent) == 1 else "they"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from thinwire.engine.comm.agreement import agreeing
@@ -28,16 +29,24 @@ class GroupCommunicator(Issuer):
         limit: The time within which a failure is raised. None takes that of `parent`. A part of it,
             `report_limit`, is kept for collecting the other ranks' reports of the failure, and collectives
             time out before it begins.
+        device: The device of the tensors, to which an accelerator's groups are bound. None takes the one that
+            `parent` is bound to, or the CPU.
     """
 
     registered = True
 
-    def __init__(self, parent: dist.ProcessGroup, limit: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        limit: timedelta | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.rendezvous = StoreRendezvous(parent, limit)
         self._rank, self._size = parent.rank(), parent.size()
         self.limit = limit or time_limit(parent)
         self.report_limit = min(_REPORT_LIMIT, self.limit / 5)
         self._parent = parent
+        self._device = device or parent.bound_device_id or torch.device("cpu")
         self._name = ""
         self._group: dist.ProcessGroup | None = None
         self._on_gloo = False
@@ -84,10 +93,16 @@ class GroupCommunicator(Issuer):
         """
         return self._connect(ranks, f"thinwire_subgroup_{self.rendezvous.count('subgroup')}_from_{ranks[0]}")
 
+    def failure(self) -> str | None:
+        """Return the error that an accelerator's backend has reported, if any."""
+        found = (hidden.error() for hidden in self._hidden if hidden.usable)
+        return next((text for text in found if text is not None), None)
+
     def abort(self) -> None:
-        """Fail all collectives in flight at once, on this rank and the others. Only Gloo can do so."""
-        for hidden in self._hidden if self._on_gloo else ():
-            if hidden.usable:
+        """Fail all collectives in flight at once: with Gloo on the other ranks too, with NCCL on this one."""
+        for hidden in self._hidden:
+            hidden.abort()
+            if self._on_gloo and hidden.usable:
                 cut(hidden.group)
 
     def close(self) -> None:
@@ -122,10 +137,12 @@ class GroupCommunicator(Issuer):
         return hidden
 
     def _connect(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        rendezvous, limit = self.rendezvous, self.limit - self.report_limit
+        rendezvous, limit, device = self.rendezvous, self.limit - self.report_limit, self._device
         try:
             return rendezvous.within(
-                self.limit, lambda: new_group(self._parent, ranks, name, rendezvous.store, limit)
+                self.limit,
+                lambda: new_group(self._parent, ranks, name, rendezvous.store, limit, device),
+                holds_store=device.type == "cpu",  # NCCL waits for its peers, without a limit
             )
         except WireError:
             raise

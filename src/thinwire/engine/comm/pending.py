@@ -23,6 +23,9 @@ class Pending(Protocol):
         A message is known to have ended only after `complete` or `wait` returned.
         """
 
+    def landed(self) -> bool:
+        """Return whether an accelerator has finished it, or it failed. On the CPU, `wait` tells that."""
+
     def complete(self) -> None:
         """Wait until it has ended or failed, and raise nothing. Another thread may call `wait` later."""
 
@@ -64,6 +67,11 @@ class Issued:
         """Return whether all works are known to have ended."""
         return self._ended or all(work.is_completed() for work in self._works)
 
+    def landed(self) -> bool:
+        """Return whether all works have ended on their device."""
+        # Not `_ended`: on an accelerator, `Work.wait` makes the stream wait and returns at once.
+        return self._failure is not None or all(work.is_completed() for work in self._works)
+
     def complete(self) -> None:
         """Wait for all works, and keep the first failure for `wait`."""
         # Gloo counts a message's arrival once: a second wait for it, also on another thread, would time out.
@@ -96,6 +104,8 @@ class Arrived:
         """Return True."""
         return True
 
+    landed = done
+
     def complete(self) -> None:
         """Do nothing."""
 
@@ -115,6 +125,8 @@ class PendingFuture:
     def done(self) -> bool:
         """Return whether the future is completed or the limit exceeded."""
         return self._expired or bool(self._future.done())
+
+    landed = done
 
     def complete(self) -> None:
         """Wait for the future, up to the limit."""

@@ -179,12 +179,18 @@ class StoreRendezvous:
         except RuntimeError as error:
             raise self._silence(f"said: {str(error).partition(chr(10))[0]}") from error
 
-    def within(self, limit: timedelta, question: Callable[[], Answer]) -> Answer:
+    def within(self, limit: timedelta, question: Callable[[], Answer], *, holds_store: bool = True) -> Answer:
         """Return the result of a call that needs the store; raise WireError if it takes longer than `limit`.
 
         The store's client waits for its host without a limit, so it would hang if the host is frozen. A
         daemon thread therefore makes the call. A thread that gets no answer is abandoned. While it waits,
         later calls fail at once, because the client serves one call at a time.
+
+        Args:
+            limit: How long to wait for the call.
+            question: The call.
+            holds_store: Whether the call can wait for nothing but the store. Otherwise RuntimeError is raised
+                instead, since the store need not be the cause.
         """
         if self._stuck is not None and self._stuck.is_alive():
             raise self._silence("has still not answered an earlier request")
@@ -201,6 +207,8 @@ class StoreRendezvous:
         thread.start()
         thread.join(limit.total_seconds())
         if not answers:
+            if not holds_store:
+                raise RuntimeError(f"it took longer than {limit.total_seconds():g} s")
             self._stuck = thread
             raise self._silence(f"has not answered for {limit.total_seconds():g} s")
         answer, error = answers.pop()

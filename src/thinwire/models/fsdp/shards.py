@@ -48,7 +48,7 @@ class Shards:
             MismatchError: Set-ups differ between ranks.
             WireError: A rank did not take part in time.
         """
-        communicator = GroupCommunicator(self._group, limit)
+        communicator = GroupCommunicator(self._group, limit, self._device)
         agree_on(set_up, communicator.rendezvous, communicator.limit)
         communicator.open()
         self._engine = Engine(communicator, device=self._device)

@@ -166,7 +166,7 @@ class FixedGroup:
         model = context.model
         self._replica, self._contribute = replica, contribute
         self._steps, self._check_every = context.steps, context.check_every
-        self._communicator = GroupCommunicator(model.group, context.communicator.limit)
+        self._communicator = GroupCommunicator(model.group, context.communicator.limit, model.device)
         self._communicator.open()
         try:
             config, communicator = replica.config, self._communicator

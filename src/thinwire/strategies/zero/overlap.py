@@ -91,7 +91,7 @@ class Overlap:
         step: Callable[[Gradients], None],
         usage: Usage | None = None,
     ) -> None:
-        communicator = GroupCommunicator(ddp.process_group)
+        communicator = GroupCommunicator(ddp.process_group, device=next(iter(parameters.values())).device)
         communicator.open()
         self._rank, self._size = communicator.rank, communicator.size
         self._owners, self._parameters, self._step = owners, parameters, step

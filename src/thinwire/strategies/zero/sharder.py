@@ -71,7 +71,7 @@ class Sharder(Strategy):
         super().__init__(config, context)
         model, zero = require_ddp(context.model, repr(config)), config
         parameters, (optimizer,) = model.parameters(), context.optimizers()
-        communicator = GroupCommunicator(model.group, context.communicator.limit)
+        communicator = GroupCommunicator(model.group, context.communicator.limit, model.device)
         communicator.open()
         self._parameters = {name: held for name, held in parameters.items() if held.requires_grad}
         self._frozen = {name: held for name, held in parameters.items() if not held.requires_grad}
