@@ -62,7 +62,7 @@ class Training:
             parameters=dict,
             shapes=dict,
             tensors=dict,
-            unused=set,
+            use_counts=lambda: None,
             spoil_gradients=lambda: None,
             agree_finite=lambda finite, step, overflowed: finite,
             write_means=lambda run, committed: None,

@@ -6,7 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import normal, sent_by
-from thinwire import AcrossNodes, Exact, Int4, Int8, OptionError, Partition, Quantize, SignBits, Size, TwoShot
+from thinwire import (
+    AcrossNodes,
+    Bucket,
+    Exact,
+    Int4,
+    Int8,
+    Memory,
+    OptionError,
+    Partition,
+    Program,
+    Quantize,
+    SignBits,
+    Size,
+    TwoShot,
+)
+from thinwire.engine.ops import Collective
+from thinwire.engine.simulate import deliver
 from thinwire.programs.memory import RESIDUAL
 from thinwire.testing import SimulatedRanks
 
@@ -83,3 +99,36 @@ def test_rules_within_nodes_are_about_whole_parameters() -> None:
     two = AcrossNodes(AcrossNodes(Partition([(Size(at_least=100), lossy)]), node_size=2), node_size=2)
     mean = SimulatedRanks(two, shapes, 8).step(gradients)[0].mean
     assert not torch.allclose(mean[:120], exact[:120])
+
+
+def ranks_of(program: Program, rank: int, count: int) -> set[tuple[int, ...]]:
+    """Return the ranks of each collective that a program yields."""
+    bucket = Bucket(0, torch.ones(64), ("w",), (torch.Size((8, 8)),), rank, count, 0)
+    run, found, received = program(bucket, Memory()), set(), None
+    try:
+        while True:
+            op = run.send(received)
+            assert isinstance(op, Collective)
+            found.add(op.ranks or ())
+            place, size = op.place(rank, count)
+            received = deliver(op, [op.tensor] * size)[place]
+    except StopIteration:
+        return found - {()}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Int8(),
+        AcrossNodes(Int8(), node_size=2),
+        AcrossNodes(AcrossNodes(Exact(), node_size=2), node_size=2),
+        Partition([("w", AcrossNodes(Int4(), node_size=4))], default=AcrossNodes(Int8(), node_size=2)),
+    ],
+)
+def test_subgroups_are_the_ranks_of_the_collectives(program: Program) -> None:
+    for rank in range(8):
+        assert ranks_of(program, rank, 8) <= set(program.subgroups(rank, 8))
+        assert all(rank in group for group in program.subgroups(rank, 8))
+    for groups in zip(*(program.subgroups(rank, 8) for rank in range(8)), strict=True):
+        together = {group: [rank for rank in range(8) if groups[rank] == group] for group in groups}
+        assert all(list(group) == ranks for group, ranks in together.items()), "ranks would wait in a circle"

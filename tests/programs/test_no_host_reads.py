@@ -132,7 +132,7 @@ def test_every_public_program_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_program_runs_where_reading_a_value_raises(name: str, dtype: torch.dtype) -> None:
     with FakeTensorMode():
         count = 2 * RANKS if "AcrossNodes" in name else RANKS

@@ -99,6 +99,33 @@ def test_groups_are_bound_to_the_models_device_and_connected_by_attach() -> None
         }
 
 
+def across_nodes(rank: int, world_size: int) -> tuple[list[str], int, list[str]]:
+    world_on(torch.device("shadow", 0))
+    try:
+        ddp = small_model()
+        program = thinwire.AcrossNodes(thinwire.Int8(), node_size=2)
+        wire = thinwire.attach(ddp, program, timeout=60)
+        communicator: Any = wire._runner.communicator
+        groups = sorted(str(ranks) for ranks in communicator._subgroups)
+        connected = device.counts().get("groups connected", 0)
+        backward(ddp)
+        wire.finalize()
+        return groups, device.counts().get("groups connected", 0) - connected, device.races()
+    finally:
+        world_on(None)
+
+
+def test_the_groups_of_a_program_are_connected_by_attach() -> None:
+    results = run_ranks(across_nodes, 4, backend=SHADOW)
+    assert [groups for groups, _, _ in results] == [
+        ["(0, 1)", "(0, 2)"],
+        ["(0, 1)", "(1, 3)"],
+        ["(0, 2)", "(2, 3)"],
+        ["(1, 3)", "(2, 3)"],
+    ]
+    assert [(later, races) for _, later, races in results] == [(0, [])] * 4
+
+
 def one_rank_dies(rank: int, world_size: int) -> str:
     ddp = small_model()
     thinwire.attach(ddp, thinwire.Int8(), timeout=6)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from thinwire.codecs.rounding import add_scaled
 from thinwire.errors import OptionError
 from thinwire.kernels import blocks as native_blocks
 
@@ -95,7 +96,7 @@ class Codec(ABC):
         Raises:
             OptionError: `into` is not contiguous.
         """
-        into.add_(self.decode(parts, torch.empty_like(into)), alpha=weight)
+        add_scaled(into, self.decode(parts, torch.empty_like(into)), weight)
 
     def align(self, length: int) -> int:
         """Return the length to which a chunk is rounded up, so that its last block is not padded.
@@ -278,8 +279,7 @@ class BlockCodec(Codec):
             native_blocks.add(kernel, self._shape(flat.numel())[1], scales, codes, [flat], weight)
             return
         for piece, blocks, _ in self._decoded(parts, flat, in_scratch=True):
-            # Not add_(alpha=weight), which is a fused multiply-add on some processors.
-            piece.add_(blocks.view(-1)[: piece.numel()].mul_(weight))
+            add_scaled(piece, blocks.view(-1)[: piece.numel()], weight)
 
     def align(self, length: int) -> int:
         """Return `length` rounded up to whole blocks."""
@@ -351,6 +351,13 @@ def reseeded(codec: Some, *words: object) -> Some:
     frozen: Any = codec
     changed: Some = dataclasses.replace(frozen, seed=zlib.crc32(f"{frozen.seed} {words}".encode()))
     return changed
+
+
+def unseeded(codec: Some) -> Some:
+    """Return the codec with the seed 0, if it has one. Shapes and dtypes of parts never depend on a seed."""
+    frozen: Any = codec
+    same: Some = dataclasses.replace(frozen, seed=0) if hasattr(codec, "seed") else codec
+    return same
 
 
 def scratch_like(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 import torch
 
+from thinwire.codecs.rounding import divide
+
 TINY = 1e-33
 """Rows whose numbers are all smaller than this are treated as zero, because reciprocals would overflow."""
 
@@ -14,7 +16,7 @@ def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor
     # abs: of zeros the sign that `maximum` returns depends on the processor.
     # amax and amin are six times as fast as aminmax by rows, or a norm (benchmarks/codecs.py).
     most = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).abs_()
-    return most / levels, torch.where(most > TINY, most.reciprocal() * levels, 0.0)
+    return divide(most, levels), torch.where(most > TINY, most.reciprocal() * levels, 0.0)
 
 
 def sums_of(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,7 @@ def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
     else:
         low, high = least, most
     low = low.bfloat16()
-    step = ((high - low) / levels).bfloat16().float()
+    step = divide(high - low, levels).bfloat16().float()
     inverse = torch.where(step > TINY, step.reciprocal(), 0.0)
     codes = ((magnitudes - low) * inverse).round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
     # Zero times a non-finite number is NaN, whichever of the row's numbers it was.
@@ -85,7 +87,7 @@ def two_means(magnitudes: torch.Tensor, threshold: float) -> tuple[torch.Tensor,
     """
     width, total = magnitudes.shape[1], sums_of(magnitudes.clone())
     squares = magnitudes * magnitudes
-    large = squares > sums_of(squares.clone()) / width * threshold
+    large = squares > divide(sums_of(squares.clone()), width) * threshold
     count = large.sum(1, keepdim=True)
     above = sums_of(torch.where(large, magnitudes, 0.0))
     high, low = above / count.clamp_min(1), (total - above) / (width - count).clamp_min(1)

@@ -6,7 +6,9 @@ import torch
 
 from thinwire.codecs.checks import check_block, check_seed, is_whole
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
+from thinwire.codecs.draws import random_floats
 from thinwire.codecs.magnitudes import TINY, scale_of
+from thinwire.codecs.rounding import divide
 from thinwire.errors import OptionError
 
 
@@ -73,7 +75,7 @@ class Quantize(BlockCodec):
         if self.affine:
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
-            scale = (x.amax(1, keepdim=True) - low) / levels
+            scale = divide(x.amax(1, keepdim=True) - low, levels)
             inverse = torch.where(scale * levels > TINY, 1 / scale, 0.0)
             codes = self._rounded(torch.sub(x, low, out=scratch_like(x)).mul_(inverse)).clamp_(0, levels)
             return scale, low, self._packed(codes, torch.uint8)
@@ -94,9 +96,8 @@ class Quantize(BlockCodec):
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.stochastic:
             return x.round_()
-        generator = torch.Generator(x.device).manual_seed(self.seed)
         most = 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
-        chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        chance = random_floats(x.numel(), x.device, self.seed).view(x.shape)
         return x.add_(chance).floor_().clamp_(max=most)
 
     def _packed(self, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Quantize(BlockCodec):
         if self.bits == 8:
             return rounded
         low, high = rounded.to(dtype).chunk(2, dim=1)
-        return low.bitwise_and(15).add_(high, alpha=16)
+        return low.bitwise_and(15).add_(high, alpha=16)  # of integers, which are not rounded
 
     def _unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:
         """Write codes to `out`. Arithmetic shifts keep the sign of signed 4-bit codes."""

@@ -7,6 +7,7 @@ import torch
 
 from thinwire.codecs.checks import check_seed
 from thinwire.codecs.codec import BlockCodec, Parts
+from thinwire.codecs.draws import random_integers
 from thinwire.codecs.topk import check_ratio
 
 
@@ -63,9 +64,5 @@ class RandomEntries(BlockCodec):
         out.copy_((values * 0).abs_().expand_as(out)).scatter_(1, self._places(out), values)
 
     def _places(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one position per row, drawn on the CPU because accelerators draw different numbers."""
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randint(
-            x.shape[1], (x.shape[0], 1), generator=generator, dtype=torch.int64, device=generator.device
-        )
-        return drawn.to(x.device)
+        """Return one position per row, the same on every device."""
+        return random_integers(x.shape[0], x.shape[1], x.device, self.seed).view(-1, 1)

@@ -7,6 +7,7 @@ import torch
 from thinwire.codecs.checks import check_block
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.magnitudes import sums_of
+from thinwire.codecs.rounding import divide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ class SignBits(BlockCodec):
         signs = (x >= 0).view(torch.uint8)
         packed = signs.new_zeros(x.shape[0], x.shape[1] // 8)
         for bit, eighth in enumerate(signs.chunk(8, dim=1)):
-            packed.add_(eighth, alpha=1 << bit)
-        return sums_of(torch.abs(x, out=scratch_like(x))).div(x.shape[1]), packed
+            packed.add_(eighth, alpha=1 << bit)  # of integers, which are not rounded
+        return divide(sums_of(torch.abs(x, out=scratch_like(x))), x.shape[1]), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write plus or minus the magnitude."""

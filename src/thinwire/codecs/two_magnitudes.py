@@ -62,7 +62,7 @@ class TwoMagnitudes(BlockCodec):
         codes = large.view(torch.uint8).mul(2).add_((x < 0).view(torch.uint8))
         packed = codes.new_zeros(x.shape[0], x.shape[1] // 4)
         for number, quarter in enumerate(codes.chunk(4, dim=1)):
-            packed.add_(quarter, alpha=1 << 2 * number)
+            packed.add_(quarter, alpha=1 << 2 * number)  # of integers, which are not rounded
         return _joined(low, high), packed
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:

@@ -218,8 +218,8 @@ class Scheduler:
             True if none is in flight, or the wire is down. False: call again.
         """
         with self._landing:
-            # Aborted collectives look as if they had ended. The wire thread (W) finds one lost, aborts all, and
-            # then waits for the reports of other ranks. Meanwhile the host (H), which an abort wakes, comes
+            # Aborted collectives look as if they had ended. The wire thread (W) finds one lost, aborts all,
+            # and waits for the reports of other ranks. Meanwhile the host (H), which an abort wakes, comes
             # here. If it forgot them as ended, it would go on with whatever is in their tensors. So once W
             # has decided, H waits for the error.
             if self._losing or self.error is not None:

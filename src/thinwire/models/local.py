@@ -1,7 +1,7 @@
 """A module without DDP, of which each rank trains a replica on its own."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -118,8 +118,12 @@ class LocalModel:
         """Call `action` when the module is collected. It must not refer to the module."""
         return weakref.finalize(self.module(), action, *args)
 
-    def unused(self) -> set[str]:
-        """Return an empty set: no means of gradients are dropped."""
+    def use_counts(self) -> torch.Tensor | None:
+        """Return None: no means of gradients are dropped."""
+        return None
+
+    def unused(self, counts: Sequence[int]) -> set[str]:
+        """Return an empty set: there are no counts."""
         return set()
 
     def check_finalization(self) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.codecs.draws import random_words
 from thinwire.engine.comm.rendezvous import ranks_text
 from thinwire.engine.ops import AllGather, Collectives
 from thinwire.engine.pack import real_numbers
@@ -17,8 +18,6 @@ _ROW = 1 << 14
 """Words of a row. A row and its products fit a core's cache, which makes this several times faster."""
 _ROWS_AT_ONCE = 64
 _SAMPLE = 64
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
-_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 def fingerprint(tensor: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,13 +61,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _factors(count: int, device: torch.device) -> torch.Tensor:
     """Return odd numbers by place, the first of which is 1.
 
-    They look random (SplitMix64's finaliser), because with evenly spaced ones some changes in several places
-    would cancel. They are not cached: a tensor that outlives its call belongs to the call's stream and modes.
+    They are random, because with evenly spaced ones some changes in several places would cancel. They are not
+    cached: a tensor that outlives its call belongs to the call's stream and modes.
     """
-    mixed = torch.arange(count, dtype=torch.int64, device=device) * _GOLDEN
-    for shift, factor in _MIX:
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return mixed | 1
+    return random_words(count, device) | 1
 
 
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

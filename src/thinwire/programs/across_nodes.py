@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from thinwire.engine.ops import AllGather, Collectives, ReduceScatter, among
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError
 from thinwire.programs.memory import Memory
-from thinwire.programs.program import Bucket, Outcome
+from thinwire.programs.program import Bucket, Outcome, Program
 from thinwire.programs.wrapper import Wrapper
 
 _SCOPE = re.compile(r"slice (\d+) of (\d+): ")
@@ -90,12 +90,8 @@ class AcrossNodes(Wrapper):
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
         """Reduce-scatter within the node, run the program between nodes, and all-gather within the node."""
-        size = self.node_size
-        assert size is not None, "set in __post_init__"
         self._check_nodes(bucket.world_size)  # a program may also run without `attach`
-        node, place = divmod(bucket.rank, size)
-        neighbours = tuple(range(node * size, (node + 1) * size))
-        peers = tuple(range(place, bucket.world_size, size))
+        size, node, place, neighbours, peers = self._place(bucket.rank, bucket.world_size)
 
         # Each rank receives its slice of the node's mean. Numbers are divided first, so that the sum cannot
         # overflow before the mean does.
@@ -117,6 +113,19 @@ class AcrossNodes(Wrapper):
         mean = shares.join(rows, bucket.buffer)
         return Outcome(mean)
 
+    def subgroups(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return this rank's node, its peers on the other nodes, and the program's groups among these."""
+        _, node, _, neighbours, peers = self._place(rank, world_size)
+        return tuple(dict.fromkeys((neighbours, peers, *_within(peers, self.program, node))))
+
+    def _place(self, rank: int, world_size: int) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+        """Return the node's size, its number, the rank's place on it, its ranks, and that place's on all."""
+        size = self.node_size
+        assert size is not None, "set in __post_init__"
+        node, place = divmod(rank, size)
+        neighbours = tuple(range(node * size, (node + 1) * size))
+        return size, node, place, neighbours, tuple(range(place, world_size, size))
+
     def _check_nodes(self, world_size: int) -> None:
         if world_size % (self.node_size or 1):
             raise OptionError(
@@ -135,6 +144,16 @@ class Within(Wrapper):
         """Run the program with these ranks as the whole world."""
         inner = replace(bucket, rank=self.ranks.index(bucket.rank), world_size=len(self.ranks))
         return (yield from among(self.ranks, self.program(inner, memory)))
+
+    def subgroups(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks, and the groups that the program makes among them."""
+        return tuple(dict.fromkeys((self.ranks, *_within(self.ranks, self.program, self.ranks.index(rank)))))
+
+
+def _within(ranks: tuple[int, ...], program: Program, rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield the groups that a program makes among some ranks, numbered as these are."""
+    for group in program.subgroups(rank, len(ranks)):
+        yield tuple(ranks[member] for member in group)
 
 
 class Shares:

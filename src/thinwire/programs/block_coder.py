@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once
+from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once, unseeded
+from thinwire.codecs.rounding import add_scaled, divide_in_place
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.kernels import blocks as kernels
 from thinwire.programs.coder import Coder, CoderInput, Tensors
@@ -23,7 +24,8 @@ class BlockCoder(Coder):
 
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
         """Return the layout of parts with one row per block."""
-        return layout_of_blocks(self.codec, self.block, lengths, device)
+        # Every step has other seeds. With them, each step would encode zeros again to find the same layout.
+        return layout_of_blocks(unseeded(self.codec), self.block, lengths, device)
 
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Encode batch by batch."""
@@ -47,7 +49,7 @@ class BlockCoder(Coder):
                 assert isinstance(coder, BlockCoder), "ranks use the same codec"
                 mean.add_(coder._decoded(batch, other, room.back(batch)))
             batch.pad(mean)  # the padding of received blocks may not decode to zeros
-            self._write(room, batch, mean.div_(world), world, errors, parts)
+            self._write(room, batch, divide_in_place(mean, world), world, errors, parts)
 
     def decode(self, parts: Parts, into: Tensors) -> None:
         """Decode batch by batch, in place where a batch is made of whole blocks."""
@@ -213,8 +215,7 @@ class _Scratch:
             )
             if given.residuals is not None:
                 residual = given.residuals[slot.piece][slot.start : slot.stop]
-                # Not add_(alpha=keep), which is a fused multiply-add on some processors.
-                there.add_(residual if given.keep == 1 else residual * given.keep)
+                add_scaled(there, residual, given.keep)
         batch.pad(x)
         return x
 

@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded
+from thinwire.codecs.codec import BlockCodec, Codec, Parts, reseeded, unseeded
+from thinwire.codecs.rounding import add_scaled, divide_in_place
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.programs.block_coder import BlockCoder, NativeCoder
 from thinwire.programs.coder import Coder, CoderInput, Tensors, scatter
@@ -54,7 +55,7 @@ class JoinedCoder(Coder):
 
     def layout(self, lengths: tuple[int, ...], device: torch.device) -> Layout:
         """Return the layout of the codec's encoding of this many numbers."""
-        return layout_of(self.codec, sum(lengths), device)
+        return layout_of(unseeded(self.codec), sum(lengths), device)
 
     def encode(self, given: CoderInput, errors: Tensors | None, parts: Parts) -> None:
         """Join the numbers and encode them."""
@@ -62,7 +63,7 @@ class JoinedCoder(Coder):
         single = given.residuals is None and len(given.values) == 1
         in_place = errors is given.values and given.values[0].dtype == given.dtype
         whole = single and (errors is None or in_place)
-        self._write(given.values[0] if whole else _joined(given), 1, errors, parts)
+        self._write(given.values[0] if whole else _joined(given, parts[0].device), 1, errors, parts)
 
     def encode_mean(
         self,
@@ -73,11 +74,11 @@ class JoinedCoder(Coder):
         parts: Parts,
     ) -> None:
         """Join the numbers, add those received, and encode the mean."""
-        mean = _joined(given)
+        mean = _joined(given, parts[0].device)
         for coder, other in received:
             assert isinstance(coder, JoinedCoder), "ranks use the same codec"
             coder.codec.add(other, mean)
-        self._write(mean.div_(world), world, errors, parts)
+        self._write(divide_in_place(mean, world), world, errors, parts)
 
     def decode(self, parts: Parts, into: Tensors) -> None:
         """Decode into one tensor, and copy its pieces."""
@@ -96,13 +97,17 @@ class JoinedCoder(Coder):
             scatter(x.mul_(weight), errors)
 
 
-def _joined(given: CoderInput) -> torch.Tensor:
-    """Return the numbers in one new tensor of at least float32."""
+def _joined(given: CoderInput, device: torch.device) -> torch.Tensor:
+    """Return the numbers in one new tensor of at least float32.
+
+    A rank without pieces has no tensor that could tell the device. The codec encodes nothing there all the
+    same, because its encoding of no numbers may have parts.
+    """
     if not given.values:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
+        return torch.empty(0, dtype=torch.float32, device=device)
     x = torch.cat(given.values).to(given.dtype)
     if given.residuals is not None:
-        x.add_(torch.cat(given.residuals), alpha=given.keep)
+        add_scaled(x, torch.cat(given.residuals), given.keep)
     return x
 
 

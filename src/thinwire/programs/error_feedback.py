@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 
 from thinwire.codecs.codec import numbers_of
+from thinwire.codecs.rounding import add_scaled
 from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import OptionError, ProgramError
@@ -100,7 +101,7 @@ class ErrorFeedback(Wrapper):
         # x <- gradient + keep * residual
         corrected = _widened(bucket)
         for name, gradient in _lossy(bucket, corrected.buffer):
-            gradient.add_(_kept(memory, name, gradient), alpha=self.keep)
+            add_scaled(gradient, _kept(memory, name, gradient), self.keep)
         # mean, error <- program(x), where mean over ranks of x = mean + mean over ranks of error
         outcome = yield from self.program(corrected, memory)
         if outcome.error is None:

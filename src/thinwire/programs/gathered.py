@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.codec import Codec, numbers_of, require_codec
+from thinwire.codecs.rounding import divide_in_place
 from thinwire.engine.ops import AllGather, Collective, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.programs.coding import own_codecs
@@ -59,7 +60,7 @@ class Gathered(Program):
         for codec, row in zip(codecs, received, strict=True):
             codec.add(layout.read(row), total)
         mean = torch.empty_like(bucket.buffer) if bucket.track_error else bucket.buffer
-        numbers_of(mean).copy_(total.div_(bucket.world_size))
+        numbers_of(mean).copy_(divide_in_place(total, bucket.world_size))
         if not bucket.track_error:
             return Outcome(mean)
         # error <- gradient - decode(encode(gradient)), in the bucket's own memory.

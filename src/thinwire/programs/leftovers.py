@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from thinwire.codecs.rounding import add_scaled
 from thinwire.engine.ops import Collectives
 from thinwire.engine.pack import unpack
 from thinwire.programs.across_nodes import slice_state
@@ -117,4 +118,4 @@ def _add(gradient: torch.Tensor, slot: str, residual: torch.Tensor, sign: int = 
     # A slice may end with padding, which belongs to no parameter.
     own = residual.reshape(-1)[: numbers.numel()]
     precise = numbers.to(torch.promote_types(numbers.dtype, own.dtype))
-    numbers.copy_(precise.add(own, alpha=sign * state.weight))
+    numbers.copy_(add_scaled(precise, own, sign * state.weight))

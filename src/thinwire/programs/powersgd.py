@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs.checks import check_whole
+from thinwire.codecs.draws import random_floats
 from thinwire.codecs.quantize import Quantize
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
@@ -300,13 +301,10 @@ class PowerSGD(Program):
         step, dtype = 0 if self.warm_start else bucket.step, _precise(bucket.buffer.dtype)
 
         def fresh(part: LowRankGradient) -> torch.Tensor:
-            # By name, not by bucket, and on the CPU: the same Q on all ranks, in any bucket, on any device.
+            # By name, not by bucket: the same Q on all ranks, in any bucket, on any device.
             seed = zlib.crc32(f"{self.seed} {part.name} {step}".encode())
-            generator = torch.Generator().manual_seed(seed)
-            numbers = torch.randn(
-                part.rank, part.columns, generator=generator, dtype=torch.float32, device=generator.device
-            )
-            return numbers.to(bucket.buffer.device, dtype)
+            numbers = random_floats(part.rank * part.columns, bucket.buffer.device, seed)
+            return numbers.mul_(2).sub_(1).view(part.rank, part.columns).to(dtype)
 
         if not self.warm_start:
             return [torch.stack([fresh(part) for part in group]) for group in groups]

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from thinwire.codecs.rounding import add_scaled
 from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
 from thinwire.errors import ProgramError
@@ -259,6 +260,21 @@ class Program(ReprAsWritten, ABC):
         for program in self.inner:
             program.check(shapes, world_size)
 
+    def subgroups(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks to which it limits collectives, so that accelerators connect at attach.
+
+        On an accelerator, a group that this does not return connects in the first backward that uses it.
+
+        Args:
+            rank: This rank, which is in each of the groups.
+            world_size: Number of ranks that run the program together.
+
+        Returns:
+            The groups. Those at one place exclude each other: a rank has only one of them.
+        """
+        found = (group for program in self.inner for group in program.subgroups(rank, world_size))
+        return tuple(dict.fromkeys(found))
+
     def outline(self, bucket: Bucket) -> Iterator[Collective] | None:
         """Return the collectives of a bucket without computing anything, for planning with many ranks.
 
@@ -315,7 +331,7 @@ def unchanged(bucket: Bucket) -> Outcome:
             unpack(bucket.buffer, bucket.shapes), bucket.residuals.old, bucket.residuals.new, strict=True
         ):
             if old is not None and new is not None:
-                view.add_(old.view_as(view), alpha=bucket.residuals.keep)
+                add_scaled(view, old.view_as(view), bucket.residuals.keep)
                 new.zero_()
     return Outcome(bucket.buffer, torch.zeros_like(bucket.buffer) if bucket.track_error else None)
 

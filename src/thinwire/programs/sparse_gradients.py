@@ -25,6 +25,8 @@ def sparse_mean(bucket: Bucket) -> Collectives[Outcome]:
     Each rank has gradients of other rows, and of another number of rows. So ranks gather these numbers first,
     and then rows that are padded to the largest of them.
     """
+    # GPUs multiply by 1/W here, and add up repeated rows in any order, so last bits differ from a CPU's.
+    # Ranks agree all the same, because each of them adds up the same gathered numbers.
     own = bucket.buffer.div(bucket.world_size).coalesce()
     indices, values = own.indices(), own.values()
     counts = yield AllGather(indices.new_tensor([indices.shape[1]]))

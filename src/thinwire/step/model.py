@@ -7,7 +7,7 @@
     write_means(...)      the run has settled the step
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -116,8 +116,15 @@ class Model(Protocol):
             overflowed: Whether the step before was rolled back.
         """
 
-    def unused(self) -> set[str]:
-        """Return the names of parameters that no rank used in the last backward."""
+    def use_counts(self) -> torch.Tensor | None:
+        """Return how many ranks used each parameter in the last backward, without a host read.
+
+        Returns:
+            Integers on the model's device, for `unused`, or None if the means of all parameters are applied.
+        """
+
+    def unused(self, counts: Sequence[int]) -> set[str]:
+        """Return the names of parameters that no rank used, given the values of `use_counts`."""
 
     def spoil_gradients(self) -> None:
         """Set all gradients to NaN."""

@@ -494,6 +494,10 @@ class AttachedRun:
         """Return a new strategy for a configuration, not started yet. Collective."""
         strategy = config.bind(self.context)
         strategy.change = self.change
+        program = as_program(config.gradient_program())
+        for own in (program, *self.context.exceptions(program).values()):
+            groups = own.subgroups(self.communicator.rank, self.communicator.size)
+            self.communicator.connect_subgroups(groups)
         return strategy
 
     def change(self, config: Configuration) -> None:

@@ -1,7 +1,7 @@
 """A model's training steps: each is opened by its first bucket, and committed or rolled back as a whole."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -59,6 +59,11 @@ class OpenTransaction:
         check_outcome(program, outcome, bucket)
         self.finite.append(finite(outcome.mean) if outcome.finite is None else outcome.finite)
         return outcome.mean
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if a program keeps tensors between steps."""
+        return bool(self._memories)
 
     def commit(self, unused: set[str]) -> None:
         """Commit the step's changes of all memories, except those of parameters that no rank used."""
@@ -144,9 +149,7 @@ class Steps:
         # the next call here settles the step as they have: with the same collectives, and the same count.
         try:
             self._engine.settle()
-            # The step's only read on the host. No extra collective is needed where all ranks have the same
-            # means: each detects the overflow by itself.
-            committed = step is None or bool(agree_finite(all_true(step.finite)).item())
+            committed, used = (True, ()) if step is None else self._read(step, agree_finite)
         except ThinwireError:
             self._open, self.skipping.in_backward = None, False
             if step is not None:
@@ -158,7 +161,7 @@ class Steps:
         self.overflowed = not committed
         if committed:
             # DDP drops the means of parameters that no rank used, so their residuals must not change either.
-            step.commit(self._model.unused())
+            step.commit(self._model.unused(used) if used else set())
             self.count += counts
         else:
             # The count stays too: seeds, warm-ups and schedules depend on it, so that training after this
@@ -171,6 +174,23 @@ class Steps:
             self._model.spoil_gradients()
         self.skipping.settled(self.count, committed, self._model.tensors)
         return committed
+
+    def _read(
+        self, step: OpenTransaction, agree_finite: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[bool, Sequence[int]]:
+        """Return whether all means are finite, and how many ranks used each parameter if that matters.
+
+        This is the step's only read on the host. No extra collective is needed where all ranks have the same
+        means: each detects the overflow by itself.
+        """
+        finite = agree_finite(all_true(step.finite))
+        used = self._model.use_counts() if step.keeps_state else None
+        if used is None:
+            return bool(finite.item()), ()
+        if finite.device != used.device:  # ZeRO has read the flag already, and returns it on the CPU
+            return bool(finite.item()), used.tolist()
+        flag, *counts = torch.cat([finite.view(1), used]).tolist()
+        return bool(flag), counts
 
     def advance(self) -> None:
         """Count a step that ended with its optimizer instead of its backward."""

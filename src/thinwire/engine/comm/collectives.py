@@ -131,7 +131,8 @@ class Issuer(ABC):
                 return Issued([work], lambda: gathered)
             case ReduceScatter() if in_one_tensor:
                 own = torch.empty_like(op.tensor[0])
-                work = _reduce_scatter(_carrier(own), tensor, group=group, async_op=True)
+                # Flat, as not every backend takes a row for each rank.
+                work = _reduce_scatter(_carrier(own).view(-1), tensor.flatten(), group=group, async_op=True)
                 return Issued([work], lambda: own)
             case AllToAll() | ReduceScatter():
                 # Gloo's own reduce-scatter sends as much as an all-reduce.

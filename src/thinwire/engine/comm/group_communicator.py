@@ -1,6 +1,6 @@
 """Collectives issued to torch.distributed, on a process group of thinwire's own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -93,6 +93,20 @@ class GroupCommunicator(Issuer):
         """
         return self._connect(ranks, f"thinwire_subgroup_{self.rendezvous.count('subgroup')}_from_{ranks[0]}")
 
+    def connect_subgroups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups for collectives among some ranks, on accelerators. Otherwise first use makes them.
+
+        NCCL connects with the help of the device, which must not happen behind collectives that are in
+        flight in backward. Gloo connects on the host alone.
+
+        Args:
+            groups: The ranks of each group, this one among them. Groups at one place exclude each other, so
+                that ranks make theirs in the same order and none waits for one that waits for another.
+        """
+        for ranks in groups if self._device.type != "cpu" and self._group is not None else ():
+            if len(ranks) > 1:
+                self._subgroup(ranks)
+
     def failure(self) -> str | None:
         """Return the error that an accelerator's backend has reported, if any."""
         found = (hidden.error() for hidden in self._hidden if hidden.usable)
@@ -121,15 +135,19 @@ class GroupCommunicator(Issuer):
         if group is None:
             raise WireError(f"{op} was issued on a closed wire: its DDP model is gone")
         if op.ranks is not None:
-            if op.ranks not in self._subgroups:  # these ranks make their group on its first use
-                name = f"{self._name}_among_{'_'.join(map(str, op.ranks))}"
-                self._subgroups[op.ranks] = self._connect_hidden(op.ranks, name).group
-            group = self._subgroups[op.ranks]
+            group = self._subgroup(op.ranks)
         if not self.in_any_order(op):
             return group, None
         if group not in self._mailboxes:
             self._mailboxes[group] = Mailbox(group)
         return group, self._mailboxes[group]
+
+    def _subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of some ranks, which these make together on its first use."""
+        if ranks not in self._subgroups:
+            name = f"{self._name}_among_{'_'.join(map(str, ranks))}"
+            self._subgroups[ranks] = self._connect_hidden(ranks, name).group
+        return self._subgroups[ranks]
 
     def _connect_hidden(self, ranks: Sequence[int], name: str) -> HiddenGroup:
         hidden = HiddenGroup(self._connect(ranks, name))

@@ -137,13 +137,13 @@ def reduced_count(ddp: DistributedDataParallel) -> int:
     return int(private(ddp, "_get_ddp_logging_data")()["num_parameter_tensors"])
 
 
-def use_counts(ddp: DistributedDataParallel) -> list[int]:
+def use_counts(ddp: DistributedDataParallel) -> torch.Tensor:
     """Return how many ranks used each trained parameter in the last backward, in DDP's own order.
 
     Valid after backward, under find_unused_parameters or static_graph. DDP has then summed the counts over
-    all ranks.
+    all ranks. They are on the model's device.
     """
-    counts: list[int] = private(ddp.reducer, "_get_local_used_map")().tolist()
+    counts: torch.Tensor = private(ddp.reducer, "_get_local_used_map")()
     return counts
 
 

@@ -4,7 +4,7 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -183,16 +183,20 @@ class DDPModel:
         """Call `action` when the model is collected. It must not refer to the model."""
         return weakref.finalize(self.ddp(), action, *args)
 
-    def unused(self) -> set[str]:
-        """Return the names of parameters that no rank used in the last backward. DDP drops their means."""
+    def use_counts(self) -> torch.Tensor | None:
+        """Return how many ranks used each parameter of DDP's list, or None if DDP applies all means."""
         ddp = self._ddp()
         if ddp is None or not (self.find_unused_parameters or self.static_graph):
-            return set()
+            return None
+        # DDP has summed these over all ranks in its final callback, so they are equal everywhere.
+        return internals.use_counts(ddp)
+
+    def unused(self, counts: Sequence[int]) -> set[str]:
+        """Return the names of parameters that no rank used, whose means DDP drops."""
         if self._reduced is None:
+            ddp = self.ddp()
             members = internals.reduced_parameters(ddp)
             self._reduced = [name for name, tensor in parameters_of(ddp).items() if id(tensor) in members]
-        # DDP has summed these over all ranks in its final callback, so they are equal everywhere.
-        counts = internals.use_counts(ddp)
         return {name for name, count in zip(self._reduced, counts, strict=True) if not count}
 
     def check_finalization(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.codecs.codec import Codec, require_codec
 from thinwire.codecs.quantize import Quantize
+from thinwire.codecs.rounding import divide_in_place
 from thinwire.engine.comm.borrowed_group import run_blocking
 from thinwire.engine.ops import Collective, Collectives, mapped
 from thinwire.errors import AttachError, UnavailableError
@@ -66,7 +67,7 @@ class CompressedReduceScatter:
         self._calls += 1
         shards = input_tensor.view(group.size(), -1)
         total = run_blocking(self._counted(reduce_scatter(codecs, group.rank(), list(shards)), group), group)
-        output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
+        output_tensor.copy_(divide_in_place(total, group.size()) if op == dist.ReduceOp.AVG else total)
 
     def _counted(
         self, steps: Collectives[torch.Tensor], group: dist.ProcessGroup

@@ -175,6 +175,10 @@ class FixedGroup:
             self._groups = {
                 groups: members_of(groups, communicator, model.group) for groups in config.groups()
             }
+            some = (ranks for ranks in self._groups.values() if ranks != self.everyone)
+            communicator.connect_subgroups(some)
+            if config.within is not None:  # their gradients are averaged on the wire's own group
+                context.communicator.connect_subgroups([self.neighbours])
         except BaseException:
             self._communicator.close()
             raise

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.rounding import add_scaled, divide_in_place
 from thinwire.engine.ops import Collectives, Exchange
 from thinwire.engine.pack import pack, unpack
 from thinwire.programs.allreduce import Exact, Reduced
@@ -84,7 +85,7 @@ def reduce_to_owners(
     if codec is not None:
         cut = pieces.cut(bucket.views(), bucket.buffer)
         mean = yield from reduce_scatter(own_codecs(codec, bucket), bucket.rank, cut)
-        return mean.div_(bucket.world_size).to(bucket.buffer.dtype)
+        return divide_in_place(mean, bucket.world_size).to(bucket.buffer.dtype)
     if isinstance(program, Exact):
         # 1/W before the sum, as DDP does without a hook, so that the bits are plain DDP's on two ranks.
         cut = pieces.cut(
@@ -112,10 +113,10 @@ def _with_feedback(
     for name, gradient in bucket.views().items():
         corrected = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         residual = memory.read(name, RESIDUAL, partial(torch.zeros_like, corrected))
-        views[name] = corrected.add_(residual, alpha=keep)
+        views[name] = add_scaled(corrected, residual, keep)
     cut = pieces.cut(views, next(iter(views.values())))
     mean = yield from reduce_scatter(own_codecs(codec, bucket), bucket.rank, cut, track_error=True)
-    mean.div_(bucket.world_size)
+    divide_in_place(mean, bucket.world_size)
     rounded = mean.to(bucket.buffer.dtype)
     # The owner keeps the rounding error of the gradients' dtype times W, because its residual has weight 1/W.
     cut[bucket.rank].copy_((mean - rounded).mul_(bucket.world_size))

@@ -1,0 +1,253 @@
+"""Every program on fake CUDA tensors: devices, dtypes, roundings, and the kernels that a bucket launches."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.fake_cuda.device import FakeCuda, fake_cuda, unavailable
+from tests.programs.test_no_host_reads import CASES, SHAPES
+from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
+from thinwire.ddp_comm_hooks.powerSGD_hook import StateMemory, TorchPowerSGD
+from thinwire.engine.ops import AllGather, AllToAll, Await, Collective, Exchange, ReduceScatter
+from thinwire.monitors.replicas import fingerprints, gather_fingerprints
+from thinwire.programs.program import ProgramFunction
+from thinwire.programs.wrapper import as_program
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+LARGE = {"weight": (1024, 1024), "conv": (256, 128, 3, 3), "bias": (1024,)}
+"""A bucket in which every rank has pieces. With 64 ranks, most have none of those in `SHAPES`."""
+LAUNCHES: dict[str, tuple[int, int]] = {
+    "AcrossNodes(Int8(), node_size=2) of AcrossNodes": (88, 154),
+    "AcrossNodes(PowerSGD(rank=2, min_compression=1, warmup=0), node_size=2) of AcrossNodes": (155, 155),
+    "BF16() of BF16": (3, 3),
+    "ErrorFeedback(TwoShot(Quantize(affine=True))) of ErrorFeedback": (82, 275),
+    "ErrorFeedback(Reduced(RandomEntries(ratio=0.25))) of ErrorFeedback": (72, 72),
+    "Exact() of Exact": (1, 1),
+    "FP16() of FP16": (3, 3),
+    "FP8() of FP8": (97, 368),
+    "FP8(variant='e5m2') of FP8": (77, 276),
+    "Gathered(LargestEntries(ratio=0.1)) of Gathered": (106, 286),
+    "Gathered(Half()) of Gathered": (11, 23),
+    "Int2() of Int2": (347, 1464),
+    "Int4() of Int4": (103, 392),
+    "Int4(stochastic=True) of Int4": (133, 512),
+    "Int8() of Int8": (77, 276),
+    "Int8(error_feedback=False) of Int8": (61, 225),
+    "Partition((('bias', Exact()),), Int4()) of Partition": (105, 393),
+    "PowerSGD(rank=2, min_compression=1) of PowerSGD": (155, 521),
+    "PowerSGD(rank=2, min_compression=1, warmup=0) of PowerSGD": (153, 153),
+    "PowerSGD(rank=2, min_compression=1, residual='sent', factor_dtype='bf16', warmup=0) of PowerSGD": (
+        183,
+        183,
+    ),
+    "PowerSGD(rank=2, min_compression=1, factor_dtype='int8', warmup=0) of PowerSGD": (266, 590),
+    "PowerSGD(rank=1, min_compression=1, flatten=True, warmup=0) of PowerSGD": (93, 93),
+    "PowerSGD(rank=1, min_compression=1, warm_start=False, warmup=0) of PowerSGD": (155, 155),
+    "RandomK(ratio=0.25) of RandomK": (72, 72),
+    "Reduced(Half()) of Reduced": (3, 3),
+    "Reduced(Cast(torch.float16)) of Reduced": (3, 3),
+    "Sign() of Sign": (218, 909),
+    "SparseMean(LargestEntries(ratio=0.1, values='int4')) of SparseMean": (173, 1327),
+    "TopK(ratio=0.25) of TopK": (290, 2144),
+    "TopK(ratio=0.25, values='bf16') of TopK": (154, 1079),
+    "TwoShot(Float8()) of TwoShot": (73, 285),
+    "TwoShot(Half()) of TwoShot": (17, 60),
+    "Warmup(Int8(), steps=1) of Warmup": (77, 276),
+    "Audited": (116, 315),
+    "ZeRO's reduction, exact": (16, 5),
+    "ZeRO's reduction, a codec": (33, 35),
+    "ZeRO's reduction, error feedback": (73, 83),
+    "ZeRO's reduction, PowerSGD": (165, 156),
+    "powerSGD_hook": (153, 153),
+    "batched_powerSGD_hook": (119, 119),
+}
+"""The most kernels that a bucket of `LARGE` may launch in a step, with 2 and with 8 ranks."""
+
+QUICK = {"Int8() of Int8", "TwoShot(Half()) of TwoShot", "Sign() of Sign"}
+"""The programs that `make test` runs with many ranks."""
+LEARNS_FROM_TORCH = ("powerSGD_hook", "batched_powerSGD_hook")
+"""Hooks that draw Q on the CPU in their first step and copy it, as torch's do, to give the same numbers."""
+
+
+def received(op: Collective, bucket: Bucket) -> torch.Tensor:
+    """A collective's result, without its values."""
+    place, count = op.place(bucket.rank, bucket.world_size)
+    op.check(count)
+    assert op.tensor.device.type == "cuda", f"{op} is on {op.tensor.device}"
+    match op:
+        case AllGather():
+            return op.tensor.new_empty((count, *op.tensor.shape))
+        case AllToAll():
+            return torch.empty_like(op.tensor)
+        case Exchange():
+            return op.tensor.new_empty(sum(op.receives))
+        case ReduceScatter():
+            return torch.empty_like(op.tensor[place])
+    return op.tensor
+
+
+@dataclass
+class Run:
+    """One rank's buckets, one per step, on fake CUDA tensors."""
+
+    program: ProgramFunction
+    world: int
+    dtype: torch.dtype = torch.float32
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
+    step: int = 0
+    launches: int = 0
+
+    def __post_init__(self) -> None:
+        own = self.program
+        self.memory = StateMemory(own.state) if isinstance(own, TorchPowerSGD) else Memory()
+
+    def bucket(self) -> Bucket:
+        shapes = tuple(map(torch.Size, self.shapes.values()))
+        numbers = torch.empty(sum(shape.numel() for shape in shapes), dtype=self.dtype, device="cuda")
+        return Bucket(0, numbers, tuple(self.shapes), shapes, self.world - 1, self.world, self.step)
+
+    def run(self, *, watched: bool = True) -> Outcome:
+        """Take one step, and count what it launches."""
+        bucket, mode = self.bucket(), FakeCuda()
+        steps: Any = as_program(self.program)(bucket, self.memory)
+        result: Any = None
+        while True:
+            try:
+                if watched:
+                    with mode:
+                        op = steps.send(result)
+                else:
+                    op = steps.send(result)
+            except StopIteration as stop:
+                self.step, self.launches = self.step + 1, mode.launches
+                outcome: Outcome = stop.value
+                return outcome
+            result = op.future.wait() if isinstance(op, Await) else received(op, bucket)
+
+
+def check(
+    name: str,
+    ranks: int,
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    steps: int = 2,
+) -> int:
+    """Run a program's steps, and return the launches of the last."""
+    with fake_cuda():
+        nodes = "AcrossNodes" in name  # at least two of them
+        run = Run(CASES[name](), max(ranks, 4) if nodes else ranks, dtype, shapes)
+        for step in range(steps + name.startswith("Warmup")):  # whose first step is exact
+            outcome = run.run(watched=step > 0 or name not in LEARNS_FROM_TORCH)
+            assert (outcome.mean.device.type, outcome.mean.dtype) == ("cuda", dtype)
+    return run.launches
+
+
+def marked(quick: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
+
+
+def test_every_program_has_a_budget() -> None:
+    assert list(LAUNCHES) == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_stay_in_their_budget(name: str) -> None:
+    assert check(name, 2, shapes=LARGE) <= LAUNCHES[name][0]
+
+
+@pytest.mark.parametrize("name", marked(QUICK))
+def test_launches_stay_in_their_budget_with_more_ranks(name: str) -> None:
+    assert check(name, 8, shapes=LARGE) <= LAUNCHES[name][1]
+
+
+@pytest.mark.parametrize("name", marked(QUICK))
+def test_a_program_stays_on_the_device_with_many_ranks(name: str) -> None:
+    check(name, 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_stays_on_the_device_in_bf16(name: str) -> None:
+    check(name, 2, torch.bfloat16, steps=2 if name in LEARNS_FROM_TORCH else 1)
+
+
+@pytest.mark.parametrize("name", marked(QUICK))
+def test_a_program_stays_on_the_device_in_fp16(name: str) -> None:
+    check(name, 2, torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_program_stays_on_the_device_in_half_precision_with_many_ranks(
+    name: str, dtype: torch.dtype
+) -> None:
+    check(name, 64, dtype)
+
+
+def test_replicas_are_compared_on_the_device() -> None:
+    with fake_cuda():
+        tensors = [torch.empty(3, 4, device="cuda"), torch.empty(5, dtype=torch.bfloat16, device="cuda")]
+        with FakeCuda():
+            op = next(gather_fingerprints(fingerprints(tensors), active=True))
+    assert isinstance(op, AllGather)
+    assert op.tensor.device.type == "cuda"
+
+
+# Without these the tests above would show nothing.
+
+OFFENCES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a hidden CPU tensor": (lambda x: torch.zeros(3), "hidden CPU tensor"),
+    "a copy to the host": (lambda x: x.cpu(), "copy to the host"),
+    "a list of values": (lambda x: x.tolist(), "copy to the host|meta tensor|data-dependent|_local_scalar"),
+    "a copy of numbers from the host": (lambda x: x + torch.tensor([1.0, 2.0], device="cuda"), "CPU tensor"),
+    "a read": (lambda x: x.sum().item(), "data-dependent|_local_scalar_dense"),
+    "a branch": (lambda x: bool(x.isfinite().all()), "data-dependent|_local_scalar_dense|is_nonzero"),
+    "another device": (lambda x: x + torch.zeros(2, device="cpu"), "CPU tensor|two different devices"),
+    "a division by a number": (lambda x: x / 127, "multiplies by the reciprocal"),
+    "a division by a scalar of the host": (lambda x: x.div_(torch.tensor(127.0)), "the reciprocal|CPU"),
+    "a division into a tensor": (lambda x: torch.div(x, 3, out=torch.empty_like(x)), "reciprocal"),
+    "a fused sum": (lambda x: x.add_(x, alpha=0.5), "fused multiply-add"),
+    "a fused difference": (lambda x: torch.sub(x, x, alpha=3), "fused multiply-add"),
+}
+
+
+@pytest.mark.parametrize("name", OFFENCES)
+def test_an_offence_is_seen(name: str) -> None:
+    offence, message = OFFENCES[name]
+
+    def program(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        mean = yield AllReduce(bucket.buffer)
+        offence(mean[:2])
+        return Outcome(mean)
+
+    with fake_cuda(), pytest.raises(Exception, match=message):
+        Run(program, 2).run()
+
+
+def test_launches_are_counted() -> None:
+    def program(bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
+        x = bucket.buffer.view(2, -1)[0]  # a view
+        x = torch.empty_like(x).copy_(x) * 2
+        mean = yield AllReduce(bucket.buffer)
+        mean[:0].add_(1)  # nothing to launch
+        return Outcome(mean.add_(x.sum()))
+
+    with fake_cuda():
+        run = Run(program, 2)
+        run.run()
+    assert run.launches == 4
+
+
+def test_a_custom_codec_encodes_on_the_device_where_a_rank_has_no_pieces() -> None:
+    """It was given a CPU tensor there, so that its encoding could not be sent."""
+    with fake_cuda():
+        codec = CASES["TwoShot(Half()) of TwoShot"]()
+        run = Run(thinwire.ErrorFeedback(codec), 64)
+        for _ in range(2):
+            run.run()
+    assert run.step == 2
