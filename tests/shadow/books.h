@@ -141,6 +141,7 @@ class Books {
 
   void never_ends(Stuck stuck) {
     counts["stuck"]++;
+    operations["never ended: " + stuck.what]++;
     stuck_.push_back(std::move(stuck));
   }
 

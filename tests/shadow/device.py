@@ -92,7 +92,7 @@ class _DeviceModule:
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
     is_autocast_available = staticmethod(lambda: True)
-    device_count = staticmethod(torch.accelerator.device_count)
+    device_count = staticmethod(lambda: load().DEVICES)
     current_device = staticmethod(torch.accelerator.current_device_index)
     set_device = staticmethod(torch.accelerator.set_device_index)
     current_stream = staticmethod(torch.accelerator.current_stream)
@@ -103,9 +103,14 @@ class _DeviceModule:
     get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name="shadow", total_memory=0))
     max_memory_allocated = staticmethod(lambda device=None: load().peak())
     reset_peak_memory_stats = staticmethod(lambda device=None: load().reset_peak())
-    # For thinwire's doctor.
-    races = staticmethod(lambda: counts().get("races", 0))
     host_waits = staticmethod(lambda: counts().get("host waits", 0))
+    _told = 0
+
+    @classmethod
+    def races(cls) -> int:
+        """Return the number of races since the last call."""
+        before, cls._told = cls._told, counts().get("races", 0)
+        return cls._told - before
 
     @staticmethod
     def Stream(device: Any = None, priority: int = 0) -> torch.Stream:  # noqa: N802 - torch's name

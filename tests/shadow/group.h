@@ -84,16 +84,16 @@ class Task final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::vector<at::Tensor> result() override { return outputs_; }
 
-  // The collective has ended, or never will. Later calls do nothing: abort may come first.
-  void end(bool never) {
+  // The collective has ended, or never will, for a reason. Later calls do nothing: abort may come first.
+  void end(const std::string& never = "") {
     if (ended_.exchange(true)) return;
-    if (never) {
+    if (!never.empty()) {
       Locked held(books().lock);
-      books().never_ends({stream, time_, name_, deadline_});
+      books().never_ends({stream, time_, name_ + " (" + never + ")", deadline_});
     }
     {
       std::lock_guard<std::mutex> held(mutex_);
-      stuck_ = never;
+      stuck_ = !never.empty();
     }
     finish();
     // The future's event is the end of this collective, not of later ones that are queued already.
@@ -154,7 +154,7 @@ class Group final : public c10d::Backend {
     lane.unlock();
     lane_->changed.notify_all();
     for (auto& task : tasks) {
-      task->end(true);  // the host stops waiting for bytes that Gloo may still wait for
+      task->end("aborted");  // the host stops waiting for bytes that Gloo may still wait for
       task->abort();
     }
     Locked held(books().lock);
@@ -181,17 +181,18 @@ class Group final : public c10d::Backend {
     return start(c10d::OpType::ALLGATHER, "allgather", inputs, outputs.at(0),
                  [into, from = hosts(inputs), o](auto& gloo) mutable { return gloo.allgather(into, from, o); });
   }
+  // NCCL asks for the right number of elements in these two; Gloo for the right shapes, unless they are flat.
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& o) override {
     return start(c10d::OpType::_ALLGATHER_BASE, "allgather_base", {input}, {output},
-                 [to = on_host(output), from = on_host(input), o](auto& gloo) mutable {
+                 [to = on_host(output).flatten(), from = on_host(input).flatten(), o](auto& gloo) mutable {
                    return gloo._allgather_base(to, from, o);
                  });
   }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::ReduceScatterOptions& o) override {
     return start(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_base", {input}, {output},
-                 [to = on_host(output), from = on_host(input), o](auto& gloo) mutable {
+                 [to = on_host(output).flatten(), from = on_host(input).flatten(), o](auto& gloo) mutable {
                    return gloo._reduce_scatter_base(to, from, o);
                  });
   }
@@ -200,6 +201,14 @@ class Group final : public c10d::Backend {
     return start(c10d::OpType::ALLTOALL_BASE, "alltoall_base", {input}, {output},
                  [to = on_host(output), from = on_host(input), outputs, inputs, o](auto& gloo) mutable {
                    return gloo.alltoall_base(to, from, outputs, inputs, o);
+                 });
+  }
+  // DTensor's, of one tensor.
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                 const c10d::AllgatherOptions& o) override {
+    return start(c10d::OpType::COALESCED, "allgather_into_tensor_coalesced", inputs, outputs,
+                 [to = hosts(outputs), from = hosts(inputs), o](auto& gloo) mutable {
+                   return gloo.allgather_into_tensor_coalesced(to, from, o);
                  });
   }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& o) override {
@@ -263,7 +272,7 @@ class Group final : public c10d::Backend {
       if (never) lane_->stuck.push_back(task);
       else lane_->queue.emplace_back(task, std::move(run));
     }
-    if (never) task->end(true);
+    if (never) task->end("a planted fault, or behind one that never ended");
     lane_->changed.notify_all();
     return task;
   }
@@ -286,16 +295,16 @@ class Group final : public c10d::Backend {
       auto [task, run] = std::move(lane.queue.front());
       lane.queue.pop_front();
       lane.running = task;
-      bool never = !lane.stuck.empty();
+      std::string never = lane.stuck.empty() ? "" : "behind one that never ended";
       held.unlock();
       try {
-        if (!never) run(*lane.gloo)->wait();
-      } catch (const std::exception&) {
-        never = true;  // the peer is lost, or did not come in time
+        if (never.empty()) run(*lane.gloo)->wait();
+      } catch (const std::exception& error) {
+        never = error.what();  // the peer is lost, or did not come in time
       }
       held.lock();
       lane.running.reset();
-      if (never) lane.stuck.push_back(task);
+      if (!never.empty()) lane.stuck.push_back(task);
       held.unlock();
       task->end(never);
     }

@@ -437,6 +437,11 @@ at::Tensor& set_storage(at::Tensor& tensor, at::Storage source, int64_t offset, 
   return tensor;
 }
 
+at::Tensor& set_whole_storage(at::Tensor& tensor, at::Storage source) {
+  int64_t size = source.nbytes() / tensor.element_size();
+  return set_storage(tensor, std::move(source), 0, {size}, {1});
+}
+
 void record_stream(at::Tensor& tensor, at::Stream stream) {
   Locked held(books().lock);
   books().record((const char*)tensor.storage().data(), stream.id());
@@ -461,6 +466,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", shadow::resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("record_stream", shadow::record_stream);
   // Views use no memory.
   m.impl("as_strided", at::native::as_strided_tensorimpl);
@@ -474,6 +480,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(TYPE, &memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+  m.attr("DEVICES") = DEVICES;
   m.def("races", [] { Locked held(books().lock); return books().races; });
   m.def("counts", [] { Locked held(books().lock); return books().counts; });
   m.def("operations", [] { Locked held(books().lock); return books().operations; });
