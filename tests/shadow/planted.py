@@ -7,7 +7,7 @@ import torch
 
 from tests.shadow import device
 from thinwire.engine.streams import SideStream
-from thinwire.programs import coding
+from thinwire.programs import block_coder, coding, gathered
 
 device.load()
 
@@ -23,7 +23,8 @@ def _bits() -> None:
     def divided(x: torch.Tensor, by: float) -> torch.Tensor:
         return x.div_(by) if x.device.type == "cpu" else x.mul_(torch.tensor(1.0 / by, device=x.device))
 
-    coding.divide_in_place = divided
+    for module in (block_coder, coding, gathered):
+        module.divide_in_place = divided  # type: ignore[attr-defined]
 
 
 def _read() -> None:
@@ -42,8 +43,10 @@ def _stuck() -> None:
     """The network swallows every collective, and no time limit of thinwire's sees it."""
     from thinwire.engine.comm.pending import Issued
 
-    device.hang("thinwire")
+    device.hang("thinwire", after=4)
     Issued.landed = lambda self: True  # type: ignore[method-assign]
 
 
-{"race": _race, "bits": _bits, "read": _read, "stuck": _stuck, "": lambda: None}[os.environ.get("PLANTED", "")]()
+{"race": _race, "bits": _bits, "read": _read, "stuck": _stuck, "": lambda: None}[
+    os.environ.get("PLANTED", "")
+]()

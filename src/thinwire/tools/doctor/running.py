@@ -120,18 +120,12 @@ def _trained(
 @contextlib.contextmanager
 def _sanitizer(around: Surroundings) -> Iterator[Callable[[], int]]:
     """Open torch's race finder, if any. Yield a function that counts the races since its last call."""
-    counted = getattr(around.module, "races", None)  # a device that finds races itself, in total
-    seen = [counted()] if callable(counted) else [0]
-
-    def since() -> int:
-        before, seen[0] = seen[0], counted() if callable(counted) else 0
-        return int(seen[0] - before)
-
+    counted = getattr(around.module, "races", None)  # a device that finds races itself, since its last call
     if around.device.type == "cuda":
         from torch.cuda import _sanitizer
 
         _sanitizer.enable_cuda_sanitizer()  # raises in the operation that races
-    yield since
+    yield counted if callable(counted) else lambda: 0
 
 
 def host_reads(around: Surroundings) -> Outcome:

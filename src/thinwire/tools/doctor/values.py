@@ -48,6 +48,7 @@ PROGRAMS: dict[str, Callable[[], thinwire.Program]] = {
 NOT_BITWISE = ("PowerSGD",)
 """Programs with matrix products, which every device rounds in its own order. Ranks must still be equal."""
 _SHAPES = {"weight": (48, 33), "bias": (48,), "scale": ()}
+_STEPS, _RANKS = 3, 3  # by three, because a mean of two is exact however it is divided
 _LENGTH = sum(math.prod(shape) for shape in _SHAPES.values())
 
 
@@ -127,10 +128,10 @@ def bits(around: Surroundings) -> Outcome:
 
 
 def _inputs() -> dict[str, list[torch.Tensor]]:
-    """Return inputs that are hard to round, each for two ranks and three steps."""
+    """Return inputs that are hard to round, each for all ranks and steps."""
     generator = torch.Generator().manual_seed(0)
-    normal = [torch.randn(_LENGTH, generator=generator) for _ in range(6)]
-    ties = [torch.randint(-254, 255, (_LENGTH,), generator=generator) / 2.0 for _ in range(6)]
+    normal = [torch.randn(_LENGTH, generator=generator) for _ in range(_STEPS * _RANKS)]
+    ties = [torch.randint(-254, 255, (_LENGTH,), generator=generator) / 2.0 for _ in range(_STEPS * _RANKS)]
     return {
         "normal numbers": normal,
         "ties": ties,
@@ -146,10 +147,10 @@ def _compared(
     """Return how many numbers of means and residuals differ between device and CPU, and the largest ulp."""
     sides = []
     for place in (device, torch.device("cpu")):
-        ranks = SimulatedRanks(make(), _SHAPES, count=2)
+        ranks = SimulatedRanks(make(), _SHAPES, count=_RANKS)
         numbers = []
-        for step in range(3):
-            outcomes = ranks.step([x.to(place) for x in inputs[2 * step : 2 * step + 2]])
+        for step in range(_STEPS):
+            outcomes = ranks.step([x.to(place) for x in inputs[_RANKS * step : _RANKS * (step + 1)]])
             numbers += [outcome.mean.cpu() for outcome in outcomes]
         for memory in ranks.memories:
             for slots in memory.state_dict().values():
