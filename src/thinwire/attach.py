@@ -27,7 +27,7 @@ from thinwire.programs.description import described
 from thinwire.programs.rules import Rules, checked_rules
 from thinwire.step.autograd import remove_handles
 from thinwire.step.loading import check_loaded_states
-from thinwire.step.model import Model
+from thinwire.step.model import Model, check_device
 from thinwire.step.options import Options, optimizers_of, time_limit_of
 from thinwire.step.runner import AttachedRun, connect
 from thinwire.step.skip_overflows import STEPPED_IN_BACKWARD
@@ -104,9 +104,11 @@ def attach(
         The wire. Keep it for `stats`, `swap` and `state_dict`. Dropping it changes nothing.
 
     Raises:
-        AttachError: There is no DistributedDataParallel model in `model`, or it has a communication hook.
+        AttachError: There is no DistributedDataParallel model in `model`, or it has a communication hook, or
+            its parameters are on several devices.
         OptionError: An option is not valid, or does not fit the model or the program.
-        UnavailableError: DDP does not end backward itself, or has no buckets (`python_reducer`).
+        UnavailableError: DDP does not end backward itself, or has no buckets (`python_reducer`). Or torch has
+            no streams for the model's device (MPS).
         StateError: An optimizer was loaded with one rank's shard of a state that was saved under `ZeRO`.
         MismatchError: Ranks differ, or another rank raised. Raised on every other rank.
         WireError: A rank did not call it in time.
@@ -134,6 +136,7 @@ def attach(
     with _validating(handle, options):
         handle.check_hooks()
         handle.check_finalization()
+        check_device(handle)
         options.validate(handle, stages)
     return _start(handle, stages, options)
 

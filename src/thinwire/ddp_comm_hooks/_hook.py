@@ -23,6 +23,7 @@ from thinwire.programs.description import described
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Program, Programs
 from thinwire.step.autograd import in_backward
+from thinwire.step.model import check_device
 from thinwire.step.runner import AttachedRun, Choice, connect
 from thinwire.step.strategy import Gradients, Stages
 
@@ -104,6 +105,7 @@ def run_of(program: Program, process_group: dist.ProcessGroup | None, bucket: di
     runs = _runs.setdefault(ddp, {})
     if group not in runs:
         model = DDPModel(ddp, group)
+        check_device(model)
         connection = connect(model, set_up_of({}, described(program)))
         runs[group] = AttachedRun(model, connection, Stages({0: Gradients(program)}))
     return runs[group]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from thinwire.errors import UnavailableError
+
 _HIGH = -1
 """torch's high priority of streams. Priorities are numbers of which lower ones come first."""
 
@@ -19,6 +21,16 @@ _HIGH = -1
 def streams_of(device: torch.device) -> Any | None:
     """Return torch's module of an accelerator, with its streams; None for the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def require_streams(device: torch.device) -> None:
+    """Raise UnavailableError if a device is no CPU and torch has no streams for it."""
+    streams = streams_of(device)
+    if streams is not None and not hasattr(streams, "Stream"):
+        raise UnavailableError(
+            f"the model is on {device}, and torch.{device.type} has no streams, on which thinwire exchanges"
+            " gradients while backward runs: move the model to the CPU, or to a CUDA, ROCm or XPU device"
+        )
 
 
 def record_use(tensor: torch.Tensor, stream: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.engine.comm.agreement import SetUp
+from thinwire.engine.streams import require_streams
 from thinwire.errors import AttachError, ThinwireError
 
 if TYPE_CHECKING:
@@ -139,6 +140,29 @@ class Model(Protocol):
 
     def report(self, error: ThinwireError) -> None:
         """Report a failure of this rank's wire to ranks that only this model knows."""
+
+
+def check_device(model: Model) -> None:
+    """Raise unless all of a model's tensors are on one device that a run can work with.
+
+    A run has one stream beside backward's. Gradients on a second device would be read before they are
+    written, because no event orders that device's work.
+
+    Raises:
+        AttachError: The tensors are on several devices.
+        UnavailableError: torch has no streams for the device.
+    """
+    first: dict[torch.device, str] = {}
+    for name, tensor in model.tensors().items():
+        first.setdefault(tensor.device, name)
+    if len(first) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+        raise AttachError(
+            f"the model's parameters are on {len(first)} devices ({places}): thinwire exchanges those of one"
+            " device per rank; put the whole module on one, or shard it with fully_shard"
+        )
+    for device in first:
+        require_streams(device)
 
 
 def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], so: str, fix: str) -> None:

@@ -182,6 +182,10 @@ class Steps:
 
         This is the step's only read on the host. No extra collective is needed where all ranks have the same
         means: each detects the overflow by itself.
+
+        It is not taken a step later, although that would let an accelerator's host run ahead. The optimizer's
+        kernels would be queued behind collectives that a lost rank never ends. Raising an error for it aborts
+        these, and then the kernels would run on whatever is in the gradients.
         """
         finite = agree_finite(all_true(step.finite))
         used = self._model.use_counts() if step.keeps_state else None
