@@ -254,6 +254,8 @@ class Network:
         self.model.log.append(("issue", self.model.current.name))
         return InFlight(self, op)
 
+    def connect_subgroups(self, groups: Any) -> None: ...
+
     def close(self) -> None: ...
 
 

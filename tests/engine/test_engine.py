@@ -316,6 +316,9 @@ class OnDevice(Echo):
     def failure(self) -> str | None:
         return self.broken
 
+    def part(self) -> None:
+        assert not self.aborted.is_set()
+
     def abort(self) -> None:
         self.aborted.set()
 

@@ -289,6 +289,8 @@ class Engine:
 
 def _end(thread: threading.Thread, inbox: "queue.SimpleQueue[bool]", scheduler: Scheduler) -> None:
     """Stop the wire thread and close the communicator."""
+    # Before the thread stops, as it closes the communicator, and might not end before the interpreter does.
+    scheduler.part()
     inbox.put(False)
     # The garbage collector calls this too, and may be running on the wire thread itself.
     if thread is not threading.current_thread():

@@ -94,6 +94,8 @@ class Scheduler:
         """Held to change `_flights` and `_losing`. It is taken last: who has it takes no other lock."""
         self._losing = False
         """Whether a thread has found that a collective in flight is lost, and shuts the wire down."""
+        self._flown = False
+        """Whether any collective ran on an accelerator."""
         self._asked = 0.0
         """When the store was last asked whether another rank has failed."""
 
@@ -253,6 +255,11 @@ class Scheduler:
                 self.fail(self._explain(_LostError(flight.what, flight.ranks, waited, reason), self._step))
         return True
 
+    def part(self) -> None:
+        """Wait a moment for other ranks before the wire ends, unless it is down or a step is in flight."""
+        if self._flown and self.error is None and not self.in_flight:
+            self.communicator.part()
+
     def _lost(self, waited: float) -> str | None:
         """Return why a collective of this age is lost, or None if it may still end."""
         communicator = self.communicator
@@ -398,6 +405,7 @@ class Scheduler:
             raise _lost_by(task, task.stage, time.perf_counter() - started, lost)
         if isinstance(op, Collective) and op.tensor.device.type != "cpu":
             with self._landing:
+                self._flown = True
                 self._flights.append(_Flight(pending, _what(task, task.stage), op.ranks, ready))
         task.record = task.step.trace.issued(bucket, task.stage, op)
         task.pending, task.held = pending, None

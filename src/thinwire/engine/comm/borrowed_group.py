@@ -60,9 +60,15 @@ class BorrowedGroup(Issuer):
         """The number of ranks in the group as it is now."""
         return self._group.size()
 
+    def connect_subgroups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Do nothing: no groups are made of the ranks of a caller's group."""
+
     def failure(self) -> str | None:
         """Return None: the caller, who owns the group, looks after it."""
         return None
+
+    def part(self) -> None:
+        """Do nothing, because the caller owns the group."""
 
     def abort(self) -> None:
         """Do nothing, because the caller owns the group."""

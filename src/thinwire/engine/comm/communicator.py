@@ -70,6 +70,9 @@ class Communicator(Protocol):
     def failure(self) -> str | None:
         """Return an accelerator's error that makes collectives end without their result, if it has one."""
 
+    def part(self) -> None:
+        """Wait a moment for ranks that end too. Called before `close` if an accelerator ran collectives."""
+
     def abort(self) -> None:
         """Fail all collectives in flight at once, if the backend can do so."""
 

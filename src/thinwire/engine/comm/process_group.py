@@ -20,7 +20,8 @@ Differences between versions that matter here, read in their sources:
 - Up to 2.13 the default group is bound to a device only by `init_process_group(device_id=...)`. In 2.15
   `nccl` is NCCL2, which always binds it, to the device of LOCAL_RANK unless told otherwise. So there every
   new group would be a split of the default group, on that device, without `_unsplit` and a device of its own.
-- `Backend.abort` exists since 2.9; in 2.6 only NCCL's class has it. In 2.15 that of XCCL ends the process.
+- `Backend.abort` exists since 2.9; in 2.6 only NCCL's class has it. NCCL2's is survivable in 2.14.1 and
+  2.15.0. That of XCCL in 2.15 ends the process, and that of torchcomms' own wrapper may.
 - `Backend.get_error` raises in 2.13 unless the backend has one, as NCCL's does. In 2.15 it returns SUCCESS.
 """
 
@@ -41,7 +42,7 @@ from thinwire.errors import AttachError, OptionError
 from thinwire.version import private
 
 _CPU = torch.device("cpu")
-_XCCL = "xccl"
+_XCCL, _TORCHCOMMS = "xccl", "_BackendWrapper"
 _CONNECT_POLL = 0.001
 
 
@@ -214,6 +215,7 @@ class HiddenGroup:
         if self.usable:
             aborts = bool(_abortable(self.group))
             end = private(distributed_c10d, "_abort_process_group") if aborts else dist.destroy_process_group
+            self.abort()  # torch's function would not reach a wrapped backend
             world.pg_map[self.group], world.pg_names[self.group] = self._entry, self._name
             with contextlib.suppress(RuntimeError, ValueError):
                 end(self.group)
@@ -226,14 +228,11 @@ def _abortable(group: dist.ProcessGroup) -> list[Any]:
     found: dict[int, Any] = {}
     for device in private(group, "_device_types"):
         backend = private(group, "_get_backend")(device)
-        backend = getattr(
-            backend, "wrapped_pg", backend
-        )  # of TORCH_DISTRIBUTED_DEBUG=DETAIL, which has no abort
-        if (
-            device.type != "cpu"
-            and hasattr(backend, "abort")
-            and backend.name() not in (dist.Backend.GLOO, _XCCL)
-        ):
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one that does not pass `abort` on.
+        backend = getattr(backend, "wrapped_pg", backend)
+        ends_process = backend.name() == _XCCL or type(backend).__name__ == _TORCHCOMMS
+        on_host = device.type == "cpu" or backend.name() == dist.Backend.GLOO
+        if not on_host and not ends_process and hasattr(backend, "abort"):
             found[id(backend)] = backend
     return list(found.values())
 

@@ -104,6 +104,12 @@ class StoreRendezvous:
         """Count and return this rank's calls on a topic in the life of the store, this one included."""
         return int(self.ask(lambda store: store.add(f"thinwire/{topic}/count/{self.rank}", 1)))
 
+    def part(self, limit: timedelta) -> None:
+        """Declare that this rank is done, and wait up to `limit` until the others are."""
+        key = f"thinwire/done/{self.rank}"
+        self.ask(lambda store: store.set(key, ""), limit)
+        self._await([f"thinwire/done/{rank}" for rank in range(self.size)], limit)
+
     def report(self, text: str, limit: timedelta) -> None:
         """Report a failure of this rank to the others. Only the first report is kept."""
         if not self._reported:
