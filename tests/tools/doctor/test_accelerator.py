@@ -1,4 +1,4 @@
-"""`thinwire doctor --accelerator` on the shadow device: nothing found as it is, and every planted defect found."""
+"""`thinwire doctor --accelerator` on the shadow device: nothing found as it is, every planted defect found."""
 
 import json
 import os
