@@ -1,16 +1,22 @@
 """Linear algebra that is the same on every host, and PowerSGD on hosts that compute unlike each other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.simulated import normal, stepping_in
 from thinwire import PowerSGD
-from thinwire.programs.reproducible import bases_of, product
+from thinwire.kernels import library
+from thinwire.programs import reproducible
+from thinwire.programs.reproducible import bases_of, has_float64, product
 from thinwire.testing import SimulatedRanks
 
 aten = torch.ops.aten
@@ -33,6 +39,30 @@ class OtherHost(TorchDispatchMode):
         if func is aten.linalg_qr.default:
             return result[0] * (1 + 1e-6 * normal(0, *result[0].shape)), result[1]
         return result
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raises where a tensor is in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.dtype != torch.float64 for tensor in tensors), f"{func} in float64"
+        return result
+
+
+@contextmanager
+def on_a_device(*, float64: bool) -> Iterator[None]:
+    """Compute as on a device with or without float64, which has no native code if it is without."""
+    if float64:
+        yield
+        return
+    without = patch.object(reproducible, "has_float64", lambda device: False)
+    with without, library.switched_off(), NoFloat64():
+        yield
 
 
 def backwards(terms: torch.Tensor, dim: int) -> torch.Tensor:
@@ -82,24 +112,53 @@ def test_powersgd_gives_all_ranks_the_same_bits_on_unlike_hosts(
         assert torch.equal(means[0], means[2]), step
 
 
+@pytest.mark.parametrize("options", [{"rank": 2}, {"rank": 6}, {"rank": 6, "factor_dtype": "int8"}], ids=str)
+def test_devices_without_float64_give_all_ranks_the_same_bits(options: dict[str, Any]) -> None:
+    program = PowerSGD(min_compression=0.5, warmup=0, **options)
+    ranks = SimulatedRanks(stepping_in(OtherHost, program, {1}), {"w": (40, 33), "tall": (70, 12)}, 3)
+    with patch.object(reproducible, "has_float64", lambda device: False), library.switched_off():
+        for step in range(3):
+            gradients = normal(step, 3, 40 * 33 + 70 * 12)
+            gradients[:, 12:24] = 0
+            with NoFloat64():
+                means = [one.mean.view(torch.int32) for one in ranks.step(list(gradients))]
+            assert torch.equal(means[0], means[1])
+            assert torch.equal(means[0], means[2])
+
+
+def test_devices_with_and_without_float64() -> None:
+    assert has_float64(torch.device("cpu"))
+    assert has_float64(torch.device("cuda"))
+    assert not has_float64(torch.device("mps"))
+    with pytest.raises(AssertionError, match="in float64"), NoFloat64():
+        bases_of([normal(0, 1, 2, 9)])
+
+
+DTYPES = st.sampled_from(
+    [(torch.float32, True), (torch.float32, False), (torch.float64, True), (torch.bfloat16, True)]
+)
+"""Dtypes, and whether the device has float64."""
+
+
 @given(
     count=st.integers(1, 9),
     length=st.integers(1, 70),
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([1e-30, 1.0, 1e30]),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    kind=DTYPES,
 )
 def test_a_basis_is_orthonormal_and_spans_what_it_is_made_from(
-    count: int, length: int, seed: int, scale: float, dtype: torch.dtype
+    count: int, length: int, seed: int, scale: float, kind: tuple[torch.dtype, bool]
 ) -> None:
     """Rows of very different size, dependent ones and zeros."""
-    count = min(count, length)
+    (dtype, float64), count = kind, min(count, length)
     rows = normal(seed, 3, count, length) * scale
     rows *= torch.logspace(0, -6, count)[:, None]
     rows[1, count // 2 :] = rows[1, :1]
     rows[2, count // 2 :] = 0
     rows = rows.to(dtype)
-    basis, another = bases_of([rows, rows[:, :1]])
+    with on_a_device(float64=float64):
+        basis, another = bases_of([rows, rows[:, :1]])
     products = (basis.double() @ basis.double().mT).diagonal_scatter(torch.zeros(3, count).double(), 0, 1, 2)
     precision = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 0.05}[dtype]
     assert products.abs().max() <= precision
@@ -118,18 +177,26 @@ def test_a_basis_is_orthonormal_and_spans_what_it_is_made_from(
     seed=st.integers(0, 10**6),
     spread=st.sampled_from([0.0, 3.0, 7.0]),
     noise=st.sampled_from([0.0, 1e-6, 1e-3]),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    kind=DTYPES,
 )
 def test_a_basis_of_dependent_rows_is_as_orthonormal_as_qrs(
-    count: int, lower: int, length: int, seed: int, spread: float, noise: float, dtype: torch.dtype
+    count: int,
+    lower: int,
+    length: int,
+    seed: int,
+    spread: float,
+    noise: float,
+    kind: tuple[torch.dtype, bool],
 ) -> None:
     """Rows of a lower rank, whose remainders are rounding errors, with singular values far apart."""
-    count = min(count, length)
+    (dtype, float64), count = kind, min(count, length)
     lower = min(lower, count)
     left = normal(seed, count, lower) * torch.logspace(0, -spread, lower)
     rows = (left @ normal(seed + 1, lower, length) + noise * normal(seed + 2, count, length)).to(dtype)[None]
     exact = rows.double()
-    basis, reference = bases_of([rows])[0].double(), torch.linalg.qr(exact.mT)[0].mT
+    with on_a_device(float64=float64):
+        (found,) = bases_of([rows])
+    basis, reference = found.double(), torch.linalg.qr(exact.mT)[0].mT
     eps = torch.finfo(dtype).eps
     live = basis.norm(dim=-1) > 0
     off = (basis @ basis.mT - torch.diag_embed(live.double())).abs().max()
@@ -181,7 +248,8 @@ def test_a_product_is_the_product(n: int, m: int, rank: int, seed: int) -> None:
     p, q = normal(seed, rank, n), normal(seed + 1, rank, m)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         into = torch.full((n, m), torch.nan, dtype=dtype)
-        product(p.to(dtype), q.to(dtype), into)
+        with on_a_device(float64=dtype != torch.float32 or seed % 2 == 0):
+            product(p.to(dtype), q.to(dtype), into)
         exact = p.to(dtype).double().mT @ q.to(dtype).double()
         torch.testing.assert_close(
             into, exact.to(dtype), rtol=2**-7 if dtype.itemsize == 2 else 1e-5, atol=1e-5

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tests.harness import run_ranks
 from tests.shadow import device
 from tests.shadow.device import SHADOW
 from thinwire.codecs.codec import Parts
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, MismatchError
+from thinwire.step import runner
 
 LIMIT = 120
 WIDTH = 16
@@ -105,3 +107,18 @@ def without_pieces(rank: int, world_size: int) -> torch.Tensor:
 def test_a_custom_codec_works_where_a_rank_has_no_pieces() -> None:
     for gradient in run_ranks(without_pieces, 3, backend=SHADOW):
         assert torch.equal(gradient, torch.ones(1, 2))
+
+
+def unlike_devices(rank: int, world_size: int) -> str:
+    """Train where rank 1's device computes in float64 and rank 0's does not."""
+    with (
+        patch.object(runner, "has_float64", lambda device: rank == 1),
+        pytest.raises(MismatchError) as caught,
+    ):
+        thinwire.attach(DDP(nn.Linear(2, 2).to("shadow")), thinwire.PowerSGD(), timeout=LIMIT)
+    return str(caught.value)
+
+
+def test_ranks_with_and_without_float64_cannot_train_together() -> None:
+    for message in run_ranks(unlike_devices, 2, backend=SHADOW):
+        assert "shadow without float64" in message

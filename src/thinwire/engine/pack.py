@@ -122,7 +122,12 @@ class Layout:
 
 
 def changed_layout(expected: Layout, found: Layout) -> ProgramError:
-    """Return the error for a codec whose encoding depends on values."""
+    """Return the error for a codec whose encoding depends on values, or is on another device."""
+    if found.device != expected.device:
+        return ProgramError(
+            f"a codec encoded numbers on {expected.device} to tensors on {found.device}: make them on the"
+            " device of the numbers, as x.new_empty(...) does"
+        )
     return ProgramError(
         f"a codec's encoding changed from {expected} to {found}: shapes and dtypes may depend on the number"
         " of values, but not on the values"

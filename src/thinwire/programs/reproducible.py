@@ -6,6 +6,10 @@ would drift. Two kinds of arithmetic do not depend on the host, and everything h
 elementwise operations, which have one correct rounding each. The other is matrix products of numbers with so
 few bits that nothing is rounded, in any order of addition (Ozaki, Ogita, Oishi, Rump: Error-free
 transformations of matrix multiplication, 2012).
+
+Such products need float64. Devices without it (some of XPU's, and MPS) use elementwise operations alone, with
+sums in a fixed order. Their bits are the same on all such devices, and differ from those of other devices, so
+a group must not have ranks of both kinds.
 """
 
 import threading
@@ -14,14 +18,15 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from thinwire.codecs.magnitudes import sums_of
 from thinwire.kernels import lowrank
 
 _AT_ONCE = 1 << 18
 """The part of a product that is computed at a time, so that scratch space stays small and in the cache."""
 _MANTISSA = 53
-_EXPONENT = 0x7FF0000000000000
-"""The exponent's bits of a float64."""
-_LEAST = 2.0**-1000
+_BITS = {torch.float64: (torch.int64, 0x7FF0000000000000), torch.float32: (torch.int32, 0x7F800000)}
+"""For each dtype, the integers of its width, and the exponent's bits."""
+_LEAST = {torch.float64: 2.0**-1000, torch.float32: 2.0**-126}
 """The divisor of a row of zeros, instead of zero."""
 _NEXT_TO_NOTHING = 1e-12
 """The share of a row's square below which the remainder after projection is noise, not a direction.
@@ -48,22 +53,57 @@ def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not stacks:
         return []
+    if not has_float64(stacks[0].device):
+        return [_basis_in_float32(stack) for stack in stacks]
     # A slice has about 20 bits: one is enough for a basis in float32, two for float64.
     count = 2 if stacks[0].dtype == torch.float64 else 1
     bases = [stack.to(torch.float64, copy=True) for stack in stacks]
     # Always two: after one pass the mean of a gradient of lower rank is off by up to 3e-1. A test whether the
     # second is needed would make the host read a value inside backward. It costs 0.6 ms for a GPT at rank 4.
     for _ in range(2):
-        # Scale each row by a power of two, which is exact, and cut it to as many bits as products may have.
-        sliced = [
-            _slices(stack.div_(_power_of(stack).clamp_(min=_LEAST)), 1.0, _bits(stack.shape[2]), count)
-            for stack in bases
-        ]
+        # Scale each row by a power of two, and cut it to as many bits as products may have.
+        sliced = [_slices(_scaled(stack), 1.0, _bits(stack.shape[2]), count) for stack in bases]
         # G = A A^T exactly, then W with W G W^T = 1, and A <- W A, whose rows are orthonormal.
         grams = [_exact_product(parts, [part.mT for part in parts]) for parts in sliced]
         weights = _weights(grams, max(_bits(stack.shape[2]) for stack in stacks), count)
         bases = [_exact_product(*pair) for pair in zip(weights, sliced, strict=True)]
     return [basis.to(stack.dtype) for basis, stack in zip(bases, stacks, strict=True)]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def _basis_in_float32(stack: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis like `bases_of`, by modified Gram-Schmidt in float32.
+
+    A Gram matrix in float32 would know the square of a remainder to 1e-7 of its row's, and so lose directions
+    of less than a thousandth. Gram-Schmidt subtracts from the rows themselves, at the price of a round of
+    sums for each of them.
+    """
+    rows = stack.to(torch.float32, copy=True)
+    # One more pass than in `bases_of`, because remainders in float32 are rougher: after two, 4 of 800 square
+    # matrices with singular values from 1 to 1e-7 were off by up to 3e-5, and none after three.
+    for _ in range(3):
+        least = _squares(_scaled(rows)) * _NEXT_TO_NOTHING
+        for place in range(rows.shape[1]):
+            row, later = rows[:, place : place + 1], rows[:, place + 1 :]
+            square = _squares(row)
+            row /= torch.where(square > least[:, place : place + 1], square.sqrt(), torch.inf)
+            later -= _sums(later * row) * row
+    return rows.to(stack.dtype)
+
+
+def _squares(rows: torch.Tensor) -> torch.Tensor:
+    return _sums(rows * rows)
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums over the last dimension, in a fixed order. `x` is overwritten."""
+    return sums_of(x.view(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
 def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.Tensor | None = None) -> None:
@@ -76,7 +116,7 @@ def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.
         missed: A tensor with as many elements as the matrix, in any shape, overwritten. None writes nothing.
     """
     # Up to this many columns, outer products one by one are as fast as a matrix product in double precision.
-    few = len(p) <= lowrank.FEW or into.dtype == torch.float64
+    few = len(p) <= lowrank.FEW or into.dtype == torch.float64 or not has_float64(into.device)
     if few:
         wide = torch.promote_types(into.dtype, torch.float32)
         p, q = p.to(wide), q.to(wide)
@@ -141,9 +181,15 @@ def _bits(terms: int) -> int:
 
 
 def _power_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two that is at most each row's largest magnitude, all in float64."""
+    """Return the largest power of two that is at most each row's largest magnitude."""
     largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
-    return (largest.view(torch.int64) & _EXPONENT).view(torch.float64)
+    integers, exponent = _BITS[x.dtype]
+    return (largest.view(integers) & exponent).view(x.dtype)
+
+
+def _scaled(rows: torch.Tensor) -> torch.Tensor:
+    """Divide each row by a power of two in place, which is exact, so that its largest number is below 2."""
+    return rows.div_(_power_of(rows).clamp_(min=_LEAST[rows.dtype]))
 
 
 def _slices(x: torch.Tensor, power: torch.Tensor | float, bits: int, count: int) -> list[torch.Tensor]:

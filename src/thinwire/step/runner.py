@@ -41,6 +41,7 @@ from thinwire.programs.description import described, same_program, short
 from thinwire.programs.leftovers import carrying, set_aside
 from thinwire.programs.memory import MODEL_SCOPE, Memory
 from thinwire.programs.program import Bucket, Programs
+from thinwire.programs.reproducible import has_float64
 from thinwire.programs.rules import Rules
 from thinwire.programs.sparse_gradients import require_sparse
 from thinwire.programs.wrapper import as_program
@@ -84,10 +85,12 @@ def connect(
     tensors = model.tensors()
     own = {f"parameter {name}": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     shard = {} if model.shard_key is None else {"shard": model.shard_key}
+    # Without float64, `reproducible.py` computes other bits, and replicas of both kinds would drift.
+    arithmetic = {} if has_float64(model.device) else {"device": f"{model.device.type} without float64"}
     communicator = GroupCommunicator(model.group, limit, model.device)
     # Everything is compared before the first group is made: a rank that raises then would leave the others
     # waiting for its connection.
-    agree_on({**set_up, **own, **shard}, communicator.rendezvous, communicator.limit)
+    agree_on({**set_up, **own, **shard, **arithmetic}, communicator.rendezvous, communicator.limit)
     model.connect_shards(set_up, limit)
     communicator.open()
     return Connection(communicator, Engine(communicator, device=model.device, meter=meter))
