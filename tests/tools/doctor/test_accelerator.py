@@ -1,4 +1,4 @@
-"""`thinwire doctor --accelerator` on the shadow device: nothing found as it is, every planted defect found."""
+"""`thinwire doctor --accelerator` on the shadow device: it finds nothing, and every planted defect."""
 
 import json
 import os
