@@ -56,7 +56,7 @@ struct Use {
 
 // Memory from the allocator.
 struct Block {
-  size_t size;
+  size_t capacity, size;  // of which the tensor asked for `size`
   int64_t stream;  // the one that allocated it, and may reuse it as soon as it is freed
   std::vector<Use> uses;
   std::set<int64_t> recorded;  // streams whose work the allocator waits for before it reuses the block (record_stream)
@@ -172,18 +172,23 @@ class Books {
     found->second.uses = std::move(kept);
   }
 
-  // Return memory for the stream: the block of this size that was freed last, at once, as torch's caching allocator.
+  // Return memory for the stream: the block that it freed last and that is large enough, at once. torch's caching allocator
+  // reuses memory as soon, but chooses by size. Here the latest is taken, whose use by another stream is the likeliest to
+  // be unordered.
   char* allocate(int64_t stream, size_t size) {
-    auto& free = freed_[{stream, size}];
+    auto& free = freed_[stream];
+    auto fits = std::find_if(free.rbegin(), free.rend(), [&](auto& entry) { return entry.second.capacity >= size; });
     char* memory;
-    if (free.empty()) {
+    size_t capacity = size;
+    if (fits == free.rend()) {
       counts["allocated"]++;
       memory = (char*)std::aligned_alloc(512, size);
     } else {
       counts["reused"]++;
-      auto block = std::move(free.back().second);
-      memory = free.back().first;
-      free.pop_back();
+      auto block = std::move(fits->second);
+      memory = fits->first;
+      capacity = block.capacity;
+      free.erase(std::next(fits).base());
       // The stream's next operation may write here. It must come after all uses by other streams, either by its own
       // clock or because the allocator was told to wait for them.
       wait(stream, host_);
@@ -193,7 +198,7 @@ class Books {
       }
     }
     std::memset(memory, 0xFF, size);  // NaN for every floating dtype: a read before the first write shows in the numbers
-    live_[memory] = Block{size, stream, {}, {}, {}};
+    live_[memory] = Block{capacity, size, stream, {}, {}, {}};
     bytes_ += size;
     peak_ = std::max(peak_, bytes_);
     return memory;
@@ -207,7 +212,7 @@ class Books {
     bytes_ -= block.size;
     for (auto stream : block.recorded) block.safe.join(clock(stream));
     std::memset(memory, 0xFF, block.size);  // a read after the end shows in the numbers, too
-    freed_[{block.stream, block.size}].emplace_back(memory, std::move(block));
+    freed_[block.stream].emplace_back(memory, std::move(block));
   }
 
   void record(const char* memory, int64_t stream) {
@@ -267,7 +272,7 @@ class Books {
   std::vector<Stuck> stuck_;
   std::condition_variable changed_;
   std::map<char*, Block> live_;
-  std::map<std::pair<int64_t, size_t>, std::vector<std::pair<char*, Block>>> freed_;
+  std::map<int64_t, std::vector<std::pair<char*, Block>>> freed_;  // by stream, the latest at the end
   size_t bytes_ = 0, peak_ = 0;
 };
 

@@ -3,7 +3,7 @@
 `python -m tests.shadow.sabotage` prints the table of docs/accelerators.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,81 +18,90 @@ from thinwire.engine.comm.pending import Issued
 from thinwire.engine.futures import Result
 from thinwire.engine.streams import SideStream, Writers
 
-SET_UPS = (
-    "Int8",
-    "rules",
-    "rules, bf16",
-    "Join",
-    "DiLoCo, overlap",
-    "ZeRO",
-    "FSDP2",
-)
+
+@dataclass(frozen=True)
+class Cut:
+    """A precaution, and a set-up of the matrix in which its absence shows."""
+
+    where: str
+    set_up: str
+    remove: Callable[[pytest.MonkeyPatch], None]
 
 
-def _nothing(self: object, *args: object) -> None:
-    pass
+def _without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, method, lambda self, *args: None)
 
 
-def _no_devices(patch: pytest.MonkeyPatch) -> None:
+def _without_devices(patch: pytest.MonkeyPatch) -> None:
     init = Result.__init__
 
-    def without(self: Result, device: torch.device, awaited: Any = None) -> None:
+    def plain(self: Result, device: torch.device, awaited: Any = None) -> None:
         init(self, torch.device("cpu"), awaited)
 
-    patch.setattr(Result, "__init__", without)
+    patch.setattr(Result, "__init__", plain)
 
 
-def _no_waits(patch: pytest.MonkeyPatch) -> None:
-    def complete(self: Any) -> None:
-        self._ended = True
+def _without_waits(patch: pytest.MonkeyPatch) -> None:
+    complete = Issued.complete
 
-    patch.setattr(Issued, "complete", complete)
+    def elsewhere(self: Issued) -> None:
+        # The bytes must have arrived, or Gloo would fail. But the program's stream does not wait for them.
+        streams = torch.get_device_module("shadow")
+        with streams.stream(streams.Stream()):
+            complete(self)
+
+    patch.setattr(Issued, "complete", elsewhere)
 
 
-CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "nothing": lambda patch: None,
-    "programs wait for the gradients of their bucket (`SideStream.after`)": (
-        lambda patch: patch.setattr(SideStream, "after", _nothing)
+CUTS = {
+    "A program waits for the gradients of its bucket": Cut(
+        "`streams.py`, `SideStream.after`", "Int8", _without(SideStream, "after")
     ),
-    "a bucket's memory is kept for its program (`SideStream.keep`)": (
-        lambda patch: patch.setattr(SideStream, "keep", _nothing)
+    "A bucket's memory is kept while its program uses it": Cut(
+        "`streams.py`, `SideStream.keep`", "Join", _without(SideStream, "keep")
     ),
-    "the end of a step waits for the programs (`SideStream.join`)": (
-        lambda patch: patch.setattr(SideStream, "join", _nothing)
+    "The end of a step waits for its programs": Cut(
+        "`streams.py`, `SideStream.join`", "FSDP2", _without(SideStream, "join")
     ),
-    "a bucket in parts waits for all of them (`Writers.join`)": (
-        lambda patch: patch.setattr(Writers, "join", _nothing)
+    "A bucket whose means come in parts waits for all of them": Cut(
+        "`streams.py`, `Writers.join`", "rules", _without(Writers, "join")
     ),
-    "futures know their device (`Result`)": _no_devices,
-    "programs wait for their collectives (`Issued.complete`)": _no_waits,
+    "Each part's stream is noted": Cut(
+        "`streams.py`, `Writers.note`", "rules, bf16", _without(Writers, "note")
+    ),
+    "A future orders its readers after the program": Cut(
+        "`futures.py`, devices of `Result`", "Int8", _without_devices
+    ),
+    "A program waits for its collective": Cut("`comm/pending.py`, `Issued.complete`", "Int8", _without_waits),
 }
 
 
-def races(rank: int, world_size: int, cut: str, name: str) -> tuple[int, str]:
-    """Train a set-up without a precaution; return the number of races, and the first of them."""
+def races(rank: int, world_size: int, precaution: str) -> tuple[int, int, list[str]]:
+    """Train with and without a precaution.
+
+    Returns:
+        The number of races with it, the number without it, and sentences about the latter.
+    """
+    cut = CUTS[precaution]
+    trained(cut.set_up, "shadow", rank)
+    kept = device.counts().get("races", 0)
     device.reset()
     with pytest.MonkeyPatch.context() as patch:
-        CUTS[cut](patch)
-        trained(name, "shadow", rank)
-        return device.counts().get("races", 0), next(iter(device.races()), "")
+        cut.remove(patch)
+        trained(cut.set_up, "shadow", rank)
+    return kept, device.counts().get("races", 0), device.races()
 
 
-def table() -> list[list[str]]:
-    rows = []
-    for cut in CUTS:
-        row = [cut]
-        for name in SET_UPS:
-            try:
-                found = run_ranks(races, 2, cut, name, backend=SHADOW)
-                row.append(str(sum(count for count, _ in found)))
-                print(cut, name, found[0][1])
-            except AssertionError as error:
-                row.append(str(error).strip().splitlines()[-1][:200])
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+def table() -> str:
+    """Return the precautions and the races of both ranks as a table in Markdown."""
+    lines = ["| precaution | where | set-up | races with it | without it |", "|---|---|---|---|---|"]
+    for precaution, cut in CUTS.items():
+        found = run_ranks(races, 2, precaution, backend=SHADOW)
+        kept, removed = (sum(counts) for counts in list(zip(*found, strict=True))[:2])
+        lines.append(f"| {precaution} | {cut.where} | {cut.set_up} | {kept} | {removed} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    table()
+    print(table())  # noqa: T201
     end_warm_ranks()

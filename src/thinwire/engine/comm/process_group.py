@@ -8,12 +8,13 @@
 | `distributed_c10d._get_process_group_store` | the store of a group | 2.6 |
 | `ProcessGroup._device_types`, `_get_backend`, `Options._timeout` | a group's time limit and backend | 2.6 |
 | `distributed_c10d.AllgatherOptions` | gathers on a group that torch.distributed does not know | 2.6 |
+| `distributed_c10d._BackendWrapper` | the class of torchcomms' backends, compared by name | 2.13 |
 | `distributed_c10d._ProcessGroupWrapper` | ends a group of torch 2.6 to 2.8, see `_backend_holders` | 2.6 |
 | `Future._set_unwrap_func` | a future that raises any exception, with the text that DDP prints | 2.6 |
 | `autograd.profiler._is_profiler_enabled` | whether a profiler runs: otherwise ranges cost nothing | 2.6 |
 
-Since: the oldest inspected version that has it. All are in 2.6, 2.9, 2.13 and 2.15. `private` reads them. It
-raises UnavailableError with torch's version if a name is missing.
+Since: the oldest inspected version that has it. The others are in 2.6, 2.9, 2.13 and 2.15. `private` reads
+them. It raises UnavailableError with torch's version if a name is missing.
 
 Differences between versions that matter here, read in their sources:
 

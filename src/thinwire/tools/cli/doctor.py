@@ -5,6 +5,8 @@ import os
 import platform
 import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -32,12 +34,56 @@ _OPTIONAL = {
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
+@click.option("--accelerator", is_flag=True, help="Test the accelerator on all ranks of a torchrun job.")
+@click.option(
+    "--out",
+    "path",
+    type=click.Path(path_type=Path),
+    default=Path("accelerator.json"),
+    show_default=True,
+    help="With --accelerator: the file for all figures, without host names.",
+)
+@click.option("--device", help="With --accelerator: the type of device. Default: the one that torch finds.")
+@click.option("--backend", help="With --accelerator: the backend. Default: torch's for the device.")
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    help="With --accelerator: import a module first, such as torch_npu.",
+)
+@click.option(
+    "--parameters",
+    default=100_000_000,
+    show_default=True,
+    type=click.IntRange(10_000),
+    help="With --accelerator: size of the model for memory and speed.",
+)
+@click.option(
+    "--limit",
+    default=0.0,
+    type=click.FloatRange(0),
+    help="With --accelerator: seconds after which a check counts as hung. Default: each has its own limit.",
+)
+@click.option("--only", multiple=True, metavar="CHECK", help="With --accelerator: run only this check.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, /, as_json: bool, accelerator: bool, **asked: Any) -> None:
     """Show versions, backends and the requirements of the lab.
 
     The exit code is 1 if a required component is missing. Optional components are listed with their use.
-    """
+    With --accelerator, every rank tests its device: groups, collectives, bits, order on streams, faults,
+    memory and speed. The exit code is then 1 if a check found anything. It takes under four minutes.
+
+    Try:
+
+    \b
+      thinwire doctor
+      torchrun --nproc-per-node=2 -m thinwire doctor --accelerator
+    """  # noqa: D301 - click needs the control character \b, not a raw string
+    if accelerator:
+        from thinwire.tools.cli.accelerator import examine_accelerator
+
+        ctx.exit(examine_accelerator(as_json=as_json, **asked))
     findings = examine()
     if as_json:
         print_json([asdict(finding) for finding in findings])

@@ -1,0 +1,1 @@
+"""The self-test of an accelerator: `torchrun ... -m thinwire doctor --accelerator`."""
