@@ -1,15 +1,19 @@
 """The doctor's supervisor: a hang and a crash of a check are results, and no host name leaves the machine."""
 
+import math
 import platform
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 
-from thinwire.tools.doctor import supervisor
+from thinwire.tools.doctor import running, supervisor
 from thinwire.tools.doctor.check import DIFFERS, FAILED, HUNG, OK, SKIPPED, Outcome, judged, worst
 from thinwire.tools.doctor.facts import without_host_names
 from thinwire.tools.doctor.supervisor import Request, passed
@@ -81,6 +85,48 @@ def test_a_hang_is_a_result_with_all_stacks(tmp_path: Path) -> None:
     assert "stuck_here" in found.details["stacks"]
 
 
+def test_all_ranks_stay_until_the_report_is_written(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    other = threading.Thread(target=supervisor._leave, args=(store, 1, 2), daemon=True)
+    other.start()
+    other.join(0.3)
+    assert other.is_alive(), "torchrun would end rank 0 before it has written"
+    supervisor._leave(store, 0, 2)
+    other.join(30)
+    assert not other.is_alive()
+
+    fresh, reports = dist.HashStore(), []
+
+    def finished(report: dict[str, Any]) -> None:
+        assert not fresh.check(["doctor/written"])
+        reports.append(report)
+
+    monkeypatch.setattr(supervisor, "store_of", lambda seconds: fresh)
+    nothing = Request("cpu", "gloo", (), 10_000, ())
+    assert supervisor.examine(nothing, lambda name, outcome, seconds: None, finished) == reports[0]
+
+
+def test_every_host_takes_its_own_name_out(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(supervisor, "store_of", lambda seconds: store)
+    monkeypatch.setattr(supervisor, "_run", lambda name, request, rank: Outcome(FAILED, "node17 is gone"))
+    report = supervisor.examine(REQUEST, lambda name, outcome, seconds: None, lambda report: None)
+    assert report["checks"]["facts"]["text"] == "HOST is gone"
+
+
+def test_parameters_are_compared_bit_by_bit_only_where_every_device_has_the_same() -> None:
+    assert math.frexp(running._LEARNING_RATE)[0] == 0.5, "GPUs fuse the product and the sum of an update"
+    assert running._bitwise("Exact", {}, 2)
+    assert not running._bitwise("Exact", {}, 3), "NCCL adds three numbers in another order than Gloo"
+    assert not running._bitwise("Int8", {"rules": []}, 3)
+    assert running._bitwise("Int8", {}, 3)
+
+
+def test_a_subgroup_leaves_a_rank_out_if_it_can() -> None:
+    assert [running._members(size) for size in (2, 3, 4)] == [(0, 1), (0, 1), (0, 1, 2)]
+
+
 def test_wrong_use_says_what_to_run(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     alone_result = run("--device", "cpu")
     assert alone_result.exit_code == 2
@@ -88,4 +134,7 @@ def test_wrong_use_says_what_to_run(alone: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "choose from facts, groups, " in run("--only", "nonsense").stderr
     assert "torch finds no accelerator" in run().stderr
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert "2 ranks run on this machine, which shows them 1 of type cuda" in run("--device", "cuda").stderr
     assert "--import no_such_module failed" in run("--import", "no_such_module").stderr

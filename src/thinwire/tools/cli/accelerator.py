@@ -56,8 +56,8 @@ def examine_accelerator(
         check_writable(path)
         if not as_json:
             _print_head(request)
-    report = examine(request, _print_row if not as_json else lambda name, outcome, seconds: None)
-    if first:
+
+    def finish(report: dict[str, Any]) -> None:
         report["thinwire"], report["torch"] = __version__, torch.__version__
         text = without_host_names(json.dumps(report, indent=1))
         path.write_text(text + "\n", encoding="utf-8")
@@ -65,6 +65,8 @@ def examine_accelerator(
             print_json(json.loads(text))
         else:
             _print_end(report, path)
+
+    report = examine(request, _print_row if not as_json else lambda name, outcome, seconds: None, finish)
     return 0 if passed(report) else 1
 
 
@@ -80,16 +82,29 @@ def _import(module: str) -> None:
 def _request(
     device: str | None, backend: str | None, imports: tuple[str, ...], parameters: int, only: tuple[str, ...]
 ) -> Request:
-    found = torch.accelerator.current_accelerator()
+    # A torch that is built for CUDA names it on machines without a GPU too.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = device or (found.type if found is not None else None)
     if kind is None:
         raise UnavailableError(
             "torch finds no accelerator: install a torch that is built for it, or try the checks with"
             " --device cpu"
         )
+    _require_devices(kind)
     chosen = backend or dist.get_default_backend_for_device(kind)
     checks = tuple(name for name in CHECKS if not only or name in only)
     return Request(kind, chosen, imports, parameters, checks)
+
+
+def _require_devices(kind: str) -> None:
+    """Raise OptionError if this machine has fewer devices than ranks, each of which needs one."""
+    count = getattr(torch.get_device_module(kind), "device_count", None)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if kind != "cpu" and callable(count) and count() < ranks:
+        raise OptionError(
+            f"{ranks} ranks run on this machine, which shows them {count()} of type {kind}: each rank"
+            " needs one; lower --nproc-per-node, or let every rank see all devices (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def _print_head(request: Request) -> None:

@@ -48,12 +48,17 @@ class Request:
         return self.limit or CHECKS[name].limit + _MARGIN
 
 
-def examine(request: Request, shown: Callable[[str, Outcome, float], None]) -> dict[str, Any]:
+def examine(
+    request: Request,
+    shown: Callable[[str, Outcome, float], None],
+    finished: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """Run all checks on all ranks, one after another.
 
     Args:
         request: The device and the checks.
         shown: Is called on rank 0 with each check's name, outcome and seconds.
+        finished: Is called on rank 0 with the report. The other ranks wait for its end.
 
     Returns:
         The report, the same on every rank: for each check the outcome of every rank.
@@ -69,7 +74,8 @@ def examine(request: Request, shown: Callable[[str, Outcome, float], None]) -> d
     for name in request.checks:
         started = time.perf_counter()
         mine = _run(name, request, rank)
-        store.set(f"doctor/{name}/outcome/{rank}", json.dumps(mine.as_dict()))
+        # Only this host knows its own name.
+        store.set(f"doctor/{name}/outcome/{rank}", without_host_names(json.dumps(mine.as_dict())))
         # Every rank waits here for the slowest, so that the next check starts on all of them together.
         keys = [f"doctor/{name}/outcome/{peer}" for peer in range(size)]
         store.wait(keys, datetime.timedelta(seconds=request.seconds(name) + _MARGIN))
@@ -86,6 +92,8 @@ def examine(request: Request, shown: Callable[[str, Outcome, float], None]) -> d
         }
         if rank == 0:
             shown(name, verdict, seconds)
+    if rank == 0:
+        finished(report)
     _leave(store, rank, size)
     return report
 
@@ -144,7 +152,11 @@ def _without_the_killed(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:
-    """Keep the store open until every rank has read the last outcome: rank 0 may host it."""
+    """Leave after rank 0 has written the report. It leaves last, because it may host the store."""
+    # If a check found anything, ranks exit with 1, and torchrun ends all others within 0.1 s of the first.
+    if rank == 0:
+        store.set("doctor/written", "1")
+    store.wait(["doctor/written"], datetime.timedelta(seconds=_MARGIN))
     store.set(f"doctor/left/{rank}", "1")
     if rank == 0:
         store.wait([f"doctor/left/{peer}" for peer in range(size)])
