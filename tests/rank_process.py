@@ -142,7 +142,7 @@ def _wire_threads_end(seconds: float = 30) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
-        gc.collect()  # autograd's thread of a device drops the last graph, with its model, a moment later
+        gc.collect()  # autograd's thread of a device drops the last graph, and with it a model, later
     return True
 
 

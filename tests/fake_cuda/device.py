@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,11 +41,13 @@ class FakeCuda(TorchDispatchMode):
 
     Attributes:
         launches: The operations so far that launch a kernel, or several.
+        peak: The most bytes so far of living tensors that operations have taken or returned.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches = 0
+        self.launches = self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -55,7 +58,17 @@ class FakeCuda(TorchDispatchMode):
         _check_rounding(func, args, kwargs or {}, result)
         if func not in _NO_KERNEL and not func.is_view and any(tensor.numel() for tensor in tensors):
             self.launches += 1
+        self._measure(tensors)
         return result
+
+    def _measure(self, tensors: list[torch.Tensor]) -> None:
+        """Update the peak. Memory is counted once, however many views it has."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        new = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        if any(ref.cdata not in self._live for ref, _ in new):
+            self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+            self._live.update((ref.cdata, (ref, nbytes)) for ref, nbytes in new)
+            self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
 
 
 def _check_rounding(func: Any, args: Any, kwargs: Any, result: Any) -> None:

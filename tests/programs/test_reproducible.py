@@ -126,6 +126,34 @@ def test_devices_without_float64_give_all_ranks_the_same_bits(options: dict[str,
             assert torch.equal(means[0], means[2])
 
 
+class Tf32(TorchDispatchMode):
+    """Multiplies float32 matrices as a GPU does where the user has allowed TF32, here with bf16's 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounded = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = (aten.mm.default, aten.bmm.default, aten.mm.out, aten.bmm.out)
+        if func in products and args[0].dtype == torch.float32:
+            self.rounded += 1
+            args = tuple(factor.bfloat16().float() for factor in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [2, 6])
+def test_ranks_that_round_products_otherwise_get_the_same_bits(rank: int) -> None:
+    """M Q and M^T P obey the switch, and are averaged. Everything after the averages is exact."""
+    mode = Tf32()
+    program = PowerSGD(rank=rank, min_compression=0.5, warmup=0)
+    ranks = SimulatedRanks(stepping_in(lambda: mode, program, {1}), {"w": (40, 33), "tall": (70, 12)}, 2)
+    with library.switched_off():
+        for step in range(3):
+            means = [one.mean for one in ranks.step(list(normal(step, 2, 40 * 33 + 70 * 12)))]
+            assert torch.equal(means[0], means[1])
+    assert mode.rounded == 3 * 4, "two products of each of two matrices in a step"
+
+
 def test_devices_with_and_without_float64() -> None:
     assert has_float64(torch.device("cpu"))
     assert has_float64(torch.device("cuda"))

@@ -1,6 +1,7 @@
 """The shadow device with one defect, named by PLANTED, so that the doctor's own test can see it found."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,6 @@ def _stuck() -> None:
     Issued.landed = lambda self: True  # type: ignore[method-assign]
 
 
-{"race": _race, "bits": _bits, "read": _read, "stuck": _stuck, "": lambda: None}[
-    os.environ.get("PLANTED", "")
-]()
+_DEFECTS: dict[str, Callable[[], None]] = {"race": _race, "bits": _bits, "read": _read, "stuck": _stuck}
+if planted := os.environ.get("PLANTED"):
+    _DEFECTS[planted]()

@@ -64,6 +64,8 @@ class LowRankGradient:
             lowrank.times(self.matrix, residuals[0] if residuals else None, q, into)
         else:
             self._correct()
+            # It obeys the user's TF32 switch, as the model's own products do. Ranks agree all the same: they
+            # use the mean alone, and everything after it is exact.
             into.copy_(q @ self.matrix.mT)
 
     def transposed_times(self, p: torch.Tensor, into: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def facts(around: Surroundings) -> Outcome:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": _nccl_version(),
-        "triton": _version("triton"),
+        "triton": _package_version("triton"),
         "kernels": library.status().detail.rpartition("/")[2],
         "backend": around.backend,
         "device": str(around.device),
@@ -55,7 +55,7 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
