@@ -1,23 +1,24 @@
-"""Addresses on the site: which page shows a file, a folder or a document, and where a document's link leads.
+"""The pages of the site, and where a link in a document of the repository leads.
 
-index              the README
-documents          the list of all documents
-documents/PATH     a Markdown document of the repository, without `.md`
-files/PATH_docs    the page of a file, with files/FOLDER/index and files/FOLDER/doc for a folder
-keywords/…         the keyword index
-_pictures/PATH     pictures that documents show
+index            the README
+documents        the list of all documents
+documents/…      a Markdown document of the repository
+files/…          the pages of files and folders, and keywords, keywords/… the keyword index
+_pictures/…      pictures that documents show
 """
 
 import posixpath
 import re
 from functools import cached_property
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
+from repopages.pages.addresses import document_page, file_page, folder_index, folder_page, relative
 from repopages.reading.model import Facts
 from repopages.relations.library import Library
+from repopages.site.dialect import SiteDialect, is_document
 from repopages.site.inert import SCHEMES, scheme
 
-START, DOCUMENTS, FILES, PICTURES = "index", "documents", "files", "_pictures"
+START, DOCUMENTS, PICTURES = "index", "documents", "_pictures"
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg")
 
 
@@ -30,13 +31,23 @@ class Site:
 
     def __init__(self, library: Library) -> None:
         self.library = library
+        self.dialect = SiteDialect(library)
+        top = self.dialect.top
+        self.file_of = {top + file_page(path): path for path in library.files}
+        self.folder_of = {
+            top + address(path): path for path in library.folders for address in (folder_index, folder_page)
+        }
 
     @cached_property
     def documents(self) -> dict[str, str]:
         """The page of each Markdown document, by the document's path, in reading order."""
-        found = [facts for facts in self.library.files.values() if facts.language == "Markdown" and facts.text]
-        ordered = sorted(found, key=self._reading_order)
-        return {facts.path: document_page(facts.path) for facts in ordered}
+        found = sorted(filter(is_document, self.library.files.values()), key=self._reading_order)
+        pages: dict[str, str] = {}
+        for facts in found:  # README.md and Readme.md cannot both be the start page
+            page = document_page(facts.path)
+            if page not in pages.values():
+                pages[facts.path] = page
+        return pages
 
     @cached_property
     def document_of(self) -> dict[str, str]:
@@ -62,7 +73,7 @@ class Site:
         """Return the address of a link, as a page spells it, or None if it leads to nothing on the site.
 
         Args:
-            page: The page with the link. On a document, links are those of the repository; on other pages,
+            page: The page with the link. On a document, links are those of the repository. On other pages,
                 which repopages wrote, they are final.
             target: The address as written.
         """
@@ -73,13 +84,16 @@ class Site:
         if page not in self.document_of or target.startswith("#"):
             return target
         path = path_of(self.document_of[page], target)
-        fragment = target.partition("#")[2]
+        fragment = unquote(target.partition("#")[2])
         if path in self.documents:
-            return relative(page, self.documents[path], fragment)
+            return relative(page, f"{self.documents[path]}.html", fragment)
         if path in self.library.files:
             line = re.match(r"L(\d+)", fragment)
-            return relative(page, file_page(path), f"L-{line[1]}" if line else "")
-        return relative(page, folder_page(path)) if path in self.library.folders else None
+            there = f"{self.dialect.top}{file_page(path)}.html"
+            return relative(page, there, f"L-{line[1]}" if line else "")
+        if path in self.library.folders:
+            return relative(page, f"{self.dialect.top}{folder_index(path)}.html")
+        return None
 
     def picture(self, page: str, target: str) -> str | None:
         """Return the path of a picture in the repository, or None if it is not one that a document shows."""
@@ -88,31 +102,8 @@ class Site:
 
 
 def path_of(document: str, target: str) -> str:
-    """Return the path in the repository that a document's link leads to. `..` leads out of the repository."""
+    """Return the path in the repository that a document's link leads to, or one that begins with `..`."""
     there = unquote(re.split(r"[?#]", target, maxsplit=1)[0])
     joined = there.lstrip("/") if there.startswith("/") else posixpath.join(posixpath.dirname(document), there)
     path = posixpath.normpath(joined)
     return "" if path == "." else path
-
-
-def document_page(path: str) -> str:
-    """Return the page of a Markdown document."""
-    if path == "README.md":
-        return START
-    return f"{DOCUMENTS}/{path.removesuffix('.md')}"
-
-
-def file_page(path: str) -> str:
-    """Return the page of a file."""
-    return f"{FILES}/{path}_docs"
-
-
-def folder_page(path: str) -> str:
-    """Return the index of a folder."""
-    return f"{FILES}/{path}/index" if path else f"{FILES}/index"
-
-
-def relative(page: str, target: str, fragment: str = "", suffix: str = ".html") -> str:
-    """Return the address of a page or file, as another page spells it."""
-    address = quote(posixpath.relpath(target, posixpath.dirname(page) or ".").encode(errors="surrogateescape"))
-    return f"{address}{suffix}#{fragment}" if fragment else f"{address}{suffix}"

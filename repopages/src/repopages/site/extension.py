@@ -1,7 +1,7 @@
 """The Sphinx extension: the Markdown parser, definitions as objects, and all that is put into finished pages.
 
 Listings, drawings and navigation never pass through docutils, so that they cost little and are not searched.
-The build sets `app.repopages` to the `Site`.
+The build sets `app.repopages` to the `Navigation`, which knows the site.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 from repopages import __version__
-from repopages.pages.drawing import graph
-from repopages.site.addresses import FILES, START, Site
-from repopages.site.inert import GRAPH, SOURCE
+from repopages.pages.drawing import folder_graph, graph_of, svg
+from repopages.site.addresses import START, Site
+from repopages.site.dialect import GRAPH, SOURCE
 from repopages.site.listings import listing
 from repopages.site.markdown import GitHubParser
 from repopages.site.navigation import Navigation
@@ -31,15 +31,14 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _read(app: Sphinx, doctree: nodes.document) -> None:
-    """Register what a page defines, and title a document that has no heading."""
-    site: Site = app.repopages
-    page = app.env.docname
-    path = site.navigation.file(page)
-    if path is not None:
-        note_definitions(app.env, site.library, site.library.files[path])
+    """Register what a page defines, and title a document that begins without a heading."""
+    navigation: Navigation = app.repopages
+    site, page = navigation.site, app.env.docname
+    if page in site.file_of:
+        note_definitions(app.env, site.library, site.library.files[site.file_of[page]])
     if page in site.document_of:
-        title = nodes.title("", site.navigation.title(site.document_of[page]))
-        app.env.titles[page] = app.env.longtitles[page] = title
+        title = navigation.title(site.document_of[page])
+        app.env.titles[page] = app.env.longtitles[page] = nodes.title("", title)
 
 
 def _before_furo(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
@@ -47,15 +46,25 @@ def _before_furo(app: Sphinx, page: str, template: str, context: dict[str, Any],
 
 
 def _after_furo(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
-    site: Site = app.repopages
-    context["furo_navigation_tree"] = site.navigation.sidebar(page)
+    navigation: Navigation = app.repopages
+    site = navigation.site
+    context["furo_navigation_tree"] = navigation.sidebar(page)
     if "body" not in context:  # the search page
         return
     body: str = context["body"]
-    if page.startswith(f"{FILES}/"):
-        path = site.navigation.file(page)
-        source = listing(site.library.files[path]) if path is not None else ""
-        drawn = graph(site.library, path if path is not None else site.navigation.folder(page) or "")
-        body = body.replace(SOURCE, source, 1).replace(GRAPH, drawn, 1)
-    end = site.navigation.contents() if page == START else ""
-    context["body"] = site.navigation.breadcrumbs(page) + body + end
+    if page in site.file_of:
+        body = body.replace(SOURCE, listing(site.library.files[site.file_of[page]]), 1)
+    if GRAPH in body:
+        body = body.replace(GRAPH, _drawing(site, page), 1)
+    end = navigation.contents() if page == START else ""
+    context["body"] = navigation.breadcrumbs(page) + body + end
+
+
+def _drawing(site: Site, page: str) -> str:
+    if page in site.file_of:
+        graph = graph_of(site.library, site.dialect, site.file_of[page])
+    elif page in site.folder_of:
+        graph = folder_graph(site.library, site.dialect, site.folder_of[page])
+    else:
+        graph = None
+    return svg(graph) if graph is not None else ""

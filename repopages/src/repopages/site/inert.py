@@ -8,9 +8,9 @@ from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 
+from repopages.site.dialect import GRAPH, SOURCE
+
 SCHEMES = ("http", "https", "mailto")
-SOURCE = "<!--repopages:source-->"
-GRAPH = "<!--repopages:graph-->"
 
 Resolve = Callable[[str], str | None]
 Picture = Callable[[str, str, bool], str]

@@ -16,7 +16,8 @@ from myst_parser.parsers.mdit import create_md_parser
 from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.transforms import SphinxTransform
 
-from repopages.site.addresses import PICTURES, Site, relative
+from repopages.pages.addresses import relative
+from repopages.site.addresses import PICTURES, Site
 from repopages.site.inert import Inert, scheme
 
 _CONFIGURATION = MdParserConfig(gfm_only=True, heading_anchors=6)
@@ -48,7 +49,7 @@ class MakeInert(SphinxTransform):
 
     def apply(self, **_: Any) -> None:
         """Change the document."""
-        self._site: Site = self.app.repopages
+        self._site: Site = self.app.repopages.site
         self._page = self.env.docname
         self._trusted = self._page not in self._site.document_of
         self._kept = self.env.metadata[self._page]
@@ -112,7 +113,7 @@ class MakeInert(SphinxTransform):
         kind, path = scheme(target), self._site.picture(self._page, target)
         if not kind and path is not None:
             self._kept.setdefault("pictures", []).append(path)
-            address = relative(self._page, f"{PICTURES}/{path}", suffix="")
+            address = relative(self._page, f"{PICTURES}/{path}")
             return f'<img src="{escape(address)}" alt="{escape(alt)}" loading="lazy">'
         if not kind and not target.startswith("//"):
             self._miss(target)

@@ -5,7 +5,8 @@ Their cost does not grow with the repository: a page lists its neighbours, and f
 
 from html import escape
 
-from repopages.site.addresses import DOCUMENTS, FILES, START, Site, file_page, folder_page, relative
+from repopages.pages.addresses import KEYWORDS, file_page, folder_index, folder_page, relative
+from repopages.site.addresses import DOCUMENTS, START, Site
 
 _MOST_DOCUMENTS = 40
 _MOST_NEIGHBOURS = 30
@@ -19,42 +20,35 @@ class Navigation:
     """
 
     def __init__(self, site: Site) -> None:
-        self._site = site
-        library = site.library
-        self._file_of = {file_page(path): path for path in library.files}
-        self._folder_of = {folder_page(path): path for path in library.folders}
-        self._folder_of |= {
-            folder_page(path).removesuffix("index") + "doc": path for path in library.folders
-        }
-
-    def file(self, page: str) -> str | None:
-        """Return the path of the file that a page describes."""
-        return self._file_of.get(page)
-
-    def folder(self, page: str) -> str | None:
-        """Return the path of the folder that a page describes."""
-        return self._folder_of.get(page)
+        self.site = site
+        self._top = site.dialect.top
 
     def _path(self, page: str) -> str:
         """Return the path in the repository that a page is about."""
-        found = self._site.document_of.get(page) or self._file_of.get(page) or self._folder_of.get(page)
-        return found or ""
+        site = self.site
+        return site.document_of.get(page) or site.file_of.get(page) or site.folder_of.get(page) or ""
+
+    def _file(self, path: str) -> str:
+        return self._top + file_page(path)
+
+    def _folder(self, path: str) -> str:
+        return self._top + folder_index(path)
 
     def breadcrumbs(self, page: str) -> str:
         """Return the path of a page, each folder of it a link, and the way between a file and its document."""
         path = self._path(page)
-        if page == START or (not path and page not in self._folder_of):
+        if page == START or (not path and page not in self.site.folder_of):
             return ""
         names = path.split("/") if path else []
-        crumbs = [_anchor(relative(page, folder_page("")), self._site.library.name)]
+        crumbs = [_anchor(_to(page, self._folder("")), self.site.library.name)]
         for depth, name in enumerate(names[:-1], 1):
-            crumbs.append(_anchor(relative(page, folder_page("/".join(names[:depth]))), name))
+            crumbs.append(_anchor(_to(page, self._folder("/".join(names[:depth]))), name))
         crumbs += [f"<span>{escape(name)}</span>" for name in names[-1:]]
         other = ""
-        if page in self._site.document_of:
-            other = _anchor(relative(page, file_page(path)), "About this file")
-        elif path in self._site.documents and page in self._file_of:
-            other = _anchor(relative(page, self._site.documents[path]), "Read this document")
+        if page in self.site.document_of:
+            other = _anchor(_to(page, self._file(path)), "About this file")
+        elif path in self.site.documents and page in self.site.file_of:
+            other = _anchor(_to(page, self.site.documents[path]), "Read this document")
         return f'<nav class="breadcrumbs" aria-label="Path"><div>{" / ".join(crumbs)}</div>{other}</nav>'
 
     def sidebar(self, page: str) -> str:
@@ -62,59 +56,59 @@ class Navigation:
         parts = [_caption("Documents"), f"<ul>{''.join(self._documents(page))}</ul>"]
         files = self._tree(page, "", self._around(page))
         parts += [_caption("Files"), f"<ul>{files}</ul>"]
-        others = [("keywords/index", "All keywords"), (f"{FILES}/doc", "About the repository")]
+        others = [(KEYWORDS, "All keywords"), (self._top + folder_page(""), "About the repository")]
         items = "".join(_item(page, target, title, 1) for target, title in others)
         return "".join([*parts, _caption("Index"), f"<ul>{items}</ul>"])
 
     def _around(self, page: str) -> str:
         path = self._path(page)
-        return path if page in self._folder_of else path.rpartition("/")[0]
+        return path if page in self.site.folder_of else path.rpartition("/")[0]
 
     def _documents(self, page: str) -> list[str]:
-        listed = list(self._site.documents.items())
+        listed = list(self.site.documents.items())
         if len(listed) > _MOST_DOCUMENTS:
-            here = self._site.document_of.get(page, "").rpartition("/")[0]
+            here = self.site.document_of.get(page, "").rpartition("/")[0]
             listed = [(path, target) for path, target in listed if path.rpartition("/")[0] in ("", here)]
-        listed = _window(listed, (self._site.document_of.get(page, ""), page))
+        listed = _window(listed, (self.site.document_of.get(page, ""), page))
         shown = [_item(page, target, self.title(path), 1) for path, target in listed]
         return [*shown, _item(page, DOCUMENTS, "All documents", 1)]
 
     def title(self, path: str) -> str:
         """Return the title of a document."""
-        return self._site.library.files[path].title or path.rpartition("/")[2]
+        return self.site.library.files[path].title or path.rpartition("/")[2]
 
     def _tree(self, page: str, folder: str, around: str) -> str:
         """Return the entries of a folder: its folders, open on the way to the page, and its files near the page."""
-        library = self._site.library
+        library = self.site.library
         parts, level = [], folder.count("/") + 2 if folder else 1
         for path in library.folders[folder].folders:
             on_the_way = around == path or around.startswith(f"{path}/")
             inside = self._tree(page, path, around) if on_the_way else ""
-            parts.append(_item(page, folder_page(path), f"{path.rpartition('/')[2]}/", level, inside))
+            parts.append(_item(page, self._folder(path), f"{path.rpartition('/')[2]}/", level, inside))
         files = library.folders[folder].files
         if folder == around:
-            shown = _window(list(files), self._file_of.get(page, ""))
-            parts += [_item(page, file_page(path), path.rpartition("/")[2], level) for path in shown]
+            shown = _window(list(files), self.site.file_of.get(page, ""))
+            parts += [_item(page, self._file(path), path.rpartition("/")[2], level) for path in shown]
             if len(shown) < len(files):
-                parts.append(_item(page, folder_page(folder), f"all {len(files):,} files", level))
+                parts.append(_item(page, self._folder(folder), f"all {len(files):,} files", level))
         return "".join(parts)
 
     def contents(self) -> str:
         """Return the end of the start page, from which every page can be reached."""
-        library = self._site.library
+        library = self.site.library
         links = [
-            (DOCUMENTS, "All documents", f"{len(self._site.documents):,} Markdown files, to read"),
-            (folder_page(""), "All files", f"{len(library.files):,} files in {len(library.folders):,} folders"),
-            (f"{FILES}/doc", "About the repository", "structure, languages and imports"),
-            ("keywords/index", "All keywords", "functions, classes, parameters, imports, options and terms"),
+            (DOCUMENTS, "All documents", f"{len(self.site.documents):,} Markdown files, to read"),
+            (self._folder(""), "All files", f"{len(library.files):,} files in {len(library.folders):,} folders"),
+            (self._top + folder_page(""), "About the repository", "structure, languages and imports"),
+            (KEYWORDS, "All keywords", "functions, classes, parameters, imports, options and terms"),
         ]
         rows = [
-            f"<li>{_anchor(relative(START, target), title)}<span>{text}</span></li>"
+            f"<li>{_anchor(_to(START, target), title)}<span>{text}</span></li>"
             for target, title, text in links
         ]
         programs = '<a href="keywords.json">keywords.json</a> · <a href="llms.txt">llms.txt</a> · <a href="objects.inv">objects.inv</a>'
         return (
-            f'<section class="contents" id="repopages-contents"><h2>This site</h2><ul>{"".join(rows)}</ul>'
+            f'<section class="whole-site"><h2>This site</h2><ul>{"".join(rows)}</ul>'
             f"<p>For programs: {programs}</p></section>"
         )
 
@@ -130,6 +124,10 @@ def _window(listed: list, here: object) -> list:
 
 def _caption(text: str) -> str:
     return f'<p class="caption" role="heading"><span class="caption-text">{text}</span></p>'
+
+
+def _to(page: str, target: str) -> str:
+    return relative(page, f"{target}.html")
 
 
 def _anchor(address: str, text: str) -> str:
@@ -148,5 +146,5 @@ def _item(page: str, target: str, title: str, level: int, inside: str = "") -> s
             f' aria-label="Show {escape(title)}"><label for="{box}"><span class="icon"><svg>'
             f'<use href="#svg-arrow-right"></use></svg></span></label><ul>{inside}</ul>'
         )
-    link = _anchor("#" if is_here else relative(page, target), title)
+    link = _anchor("#" if is_here else _to(page, target), title)
     return f'<li class="{" ".join(classes)}">{link}{inside}</li>'

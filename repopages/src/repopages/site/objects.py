@@ -12,7 +12,6 @@ from sphinx.environment import BuildEnvironment
 
 from repopages.reading.model import Facts
 from repopages.relations.library import Library
-from repopages.site.addresses import file_page
 
 _KINDS = (
     "class constant enum exception function interface macro member method namespace property struct trait type"
@@ -68,7 +67,7 @@ def note_definitions(env: BuildEnvironment, library: Library, facts: Facts) -> N
 
     A name that another file has already is left out: Sphinx would warn of it.
     """
-    page, python = file_page(facts.path), env.get_domain("py")
+    python = env.get_domain("py")
     if facts.language == "Python":
         module = library.module(facts.path)
         if module and module not in python.modules:
@@ -78,7 +77,7 @@ def note_definitions(env: BuildEnvironment, library: Library, facts: Facts) -> N
                 python.note_object(name, kind, anchor)
         return
     found = [(name, item.kind) for name, item in facts.walk() if item.kind in _KINDS and item.public]
-    env.get_domain("source").note(page, list(dict.fromkeys(found)))
+    env.get_domain("source").note(env.docname, list(dict.fromkeys(found)))
 
 
 def _python_names(library: Library, facts: Facts) -> Iterator[tuple[str, str, str]]:
