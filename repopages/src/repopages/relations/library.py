@@ -96,7 +96,7 @@ class Library:
         return []
 
     def outside(self, path: str) -> dict[str, list[str]]:
-        """Return what `path` imports from outside, sorted: {"standard library": [...], "other packages": [...]}."""
+        """Return what `path` imports from "standard library" and from "other packages", each sorted."""
         return {}
 
     def tests(self, path: str) -> list[Use]:
@@ -120,7 +120,7 @@ class Library:
         return ""
 
     def public(self, path: str) -> list[tuple[str, str, Item]]:
-        """Return the public definitions of `path`: name to import it by, dotted name in the file, definition."""
+        """Return the public definitions of `path`: public name, dotted name in the file, definition."""
         return []
 
     def find(self, name: str, path: str) -> Place | None:
