@@ -1,4 +1,4 @@
-"""The files of a repository, found by their names. No git command runs, because a hostile checkout has hooks."""
+"""The files of a repository, found by their names. No git command runs: a hostile checkout has hooks."""
 
 import importlib.util
 import os
@@ -189,10 +189,11 @@ def _gitignore(path: str) -> GitIgnoreSpec:
         if line.count("**") > 3 or any(part.count("*") > 3 for part in line.split("/")):
             continue
         try:
-            patterns += GitIgnoreSpec.from_lines([line]).patterns
+            GitIgnoreSpec.from_lines([line])
         except (ValueError, re.error):  # git ignores an invalid pattern as well
             continue
-    return GitIgnoreSpec(patterns)
+        patterns.append(line)
+    return GitIgnoreSpec.from_lines(patterns)
 
 
 def _rules_above(root: Path) -> tuple[_Rules, ...]:

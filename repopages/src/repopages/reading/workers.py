@@ -1,8 +1,8 @@
 """Processes that read files, so that all cores are used and a parser that crashes takes no build with it.
 
 They are not multiprocessing's, which starts `python -c` with the current folder first on `sys.path`: there a
-hostile repository's `struct.py` would run. They also leave the caller's `__main__` alone, so that tests, scripts
-without a guard and scripts from stdin can read a repository.
+hostile repository's `struct.py` would run. They also leave the caller's `__main__` alone, so that tests,
+scripts without a guard and scripts from stdin can read a repository.
 """
 
 import io

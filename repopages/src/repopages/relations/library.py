@@ -12,15 +12,17 @@ class Edge:
 
     Attributes:
         source: Path of the file that imports.
-        target: Path of the imported file: where the imported names are defined, if that can be known.
+        target: Path of the imported file.
         line: Line of the first import of it.
         names: Imported names, in the order of the file. Empty if only the whole file is imported.
+        through: The file that the import names, if that only re-exports what `target` defines.
     """
 
     source: str
     target: str
     line: int
     names: tuple[str, ...] = ()
+    through: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
