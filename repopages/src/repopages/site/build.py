@@ -40,7 +40,7 @@ class Built:
         written: Number of pages that changed.
         keywords: Number of keywords.
         warnings: Warnings of the reader and of Sphinx, then links within the site that lead nowhere.
-        missing: Links of the repository's documents to files that it does not have.
+        missing: Links of the repository's documents to files or headings that it does not have.
     """
 
     folder: Path
@@ -87,13 +87,15 @@ def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = la
     urls, count = _keyword_addresses(out)
     progress("checking links", 0, 1)
     broken = broken_links(out, urls)
+    theirs = {f"{page}.html" for page in site.document_of}
     missing = [line for page in environment.found_docs for line in environment.metadata[page].get("missing", ())]
+    missing += [line for line in broken if line.partition(": ")[0] in theirs]
     return Built(
         folder=out,
         pages=len(environment.found_docs),
         written=written,
         keywords=count,
-        warnings=(*library.warnings, *warnings, *broken),
+        warnings=(*library.warnings, *warnings, *(line for line in broken if line not in missing)),
         missing=tuple(sorted(missing)),
     )
 

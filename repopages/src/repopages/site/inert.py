@@ -20,6 +20,7 @@ _TAGS = frozenset(
     " hr i img input ins kbd li mark ol p picture pre q s samp small span strike strong sub summary sup table tbody"
     " td tfoot th thead tr tt u ul var wbr".split()
 )
+_PARTS = frozenset(["caption", "tbody", "td", "tfoot", "th", "thead", "tr"])
 _VOID = frozenset(["br", "hr", "img", "input", "wbr"])
 _EVERYWHERE = frozenset(["align", "dir", "id", "lang", "title"])
 _ATTRIBUTES = {
@@ -77,7 +78,7 @@ class Inert(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Write a tag with the attributes that are allowed. A picture is written by `picture`."""
         given = {name: value or "" for name, value in reversed(attrs)}  # the first of two equal names counts
-        if tag not in _TAGS:
+        if tag not in _TAGS or (tag in _PARTS and "table" not in self._open):
             return
         if tag == "img":
             size = "".join(f' {name}="{escape(given[name])}"' for name in ("width", "height") if name in given)

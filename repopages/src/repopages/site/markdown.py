@@ -1,4 +1,4 @@
-"""The Markdown that Sphinx reads: GitHub's, without directives, roles or front matter, and with inert HTML.
+"""The Markdown that Sphinx reads: GitHub's, without directives or roles, and with inert HTML.
 
 MyST's own parser applies a document's front matter, by which a document could enable directives that read files.
 The parser here has no directives, whatever a document says.
@@ -10,9 +10,12 @@ from html import escape, unescape
 from typing import Any
 
 from docutils import nodes
+from markdown_it import MarkdownIt
+from mdit_py_plugins.footnote import footnote_plugin
+from mdit_py_plugins.front_matter import front_matter_plugin
+from mdit_py_plugins.gfm_autolink import gfm_autolink_plugin
 from myst_parser.config.main import MdParserConfig
 from myst_parser.mdit_to_docutils.sphinx_ import SphinxRenderer
-from myst_parser.parsers.mdit import create_md_parser
 from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.transforms import SphinxTransform
 
@@ -23,16 +26,35 @@ from repopages.site.inert import Inert, scheme
 _CONFIGURATION = MdParserConfig(gfm_only=True, heading_anchors=6)
 
 
+class _Renderer(SphinxRenderer):
+    """MyST's renderer, which leaves front matter out."""
+
+    def render_front_matter(self, token: object) -> None:
+        """Write nothing. MyST would apply it."""
+
+
 class GitHubParser(MystParser):
-    """MyST's parser of GitHub's Markdown, for which front matter is text."""
+    """A parser of GitHub's Markdown on MyST's renderer."""
 
     supported = ("markdown",)
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Fill `document` with the nodes of a text."""
-        parser = create_md_parser(_CONFIGURATION, SphinxRenderer)
-        parser.options["document"] = document
-        parser.render(inputstring)
+        parser = MarkdownIt("commonmark", renderer_cls=_Renderer).enable(["table", "strikethrough"])
+        parser.use(front_matter_plugin).use(gfm_autolink_plugin)
+        parser.use(footnote_plugin, inline=False, move_to_end=False)
+        parser.options.update(
+            tasklists=True,
+            alerts=True,
+            strikethrough_single_tilde=True,
+            myst_config=_CONFIGURATION,
+            document=document,
+        )
+        try:
+            parser.render(inputstring)
+        except Exception as error:  # others wrote the text: whatever it does to the parser, the site is built
+            document += nodes.paragraph("", f"This document cannot be shown: {error!r}")
+            document += nodes.literal_block(inputstring, inputstring, language="text")
 
     def get_transforms(self) -> list[Any]:
         """Return MyST's transforms, and the one that makes a document inert."""
@@ -96,6 +118,7 @@ class MakeInert(SphinxTransform):
                 parent.replace(child, child.children)
             else:
                 child["refuri"] = address
+                child["internal"] = not scheme(address)
 
     def _link(self, target: str, line: int | None) -> str | None:
         address = self._site.link(self._page, target)
