@@ -12,15 +12,17 @@ class Edge:
 
     Attributes:
         source: Path of the file that imports.
-        target: Path of the imported file: where the imported names are defined, if that can be known.
+        target: Path of the imported file.
         line: Line of the first import of it.
         names: Imported names, in the order of the file. Empty if only the whole file is imported.
+        through: The file that the import names, if that only re-exports what `target` defines.
     """
 
     source: str
     target: str
     line: int
     names: tuple[str, ...] = ()
+    through: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Library:
         return []
 
     def outside(self, path: str) -> dict[str, list[str]]:
-        """Return what `path` imports from outside, sorted: {"standard library": [...], "other packages": [...]}."""
+        """Return what `path` imports from "standard library" and from "other packages", each sorted."""
         return {}
 
     def tests(self, path: str) -> list[Use]:
@@ -120,7 +122,7 @@ class Library:
         return ""
 
     def public(self, path: str) -> list[tuple[str, str, Item]]:
-        """Return the public definitions of `path`: name to import it by, dotted name in the file, definition."""
+        """Return the public definitions of `path`: public name, dotted name in the file, definition."""
         return []
 
     def find(self, name: str, path: str) -> Place | None:
