@@ -14,8 +14,9 @@ KEYWORDS = "keywords"
 """Address of the keyword index of all files. Those of its letters lie in the folder of the same name."""
 
 # A folder of the repository with such a name would lie where a page does: the folder `index.md` of the
-# repository and the page `index.md` of its root. One more "_" keeps names apart, also `index.md` and `index.md_`.
-_TAKEN = re.compile(r"(.*\.(md|html)|keywords\.json|llms\.txt|\.repopages\.json)_*", re.IGNORECASE)
+# repository and the page `index.md` of its root. Sphinx skips `_sources`. One more "_" keeps names apart, also
+# `index.md` and `index.md_`.
+_TAKEN = re.compile(r"(.*\.(md|html)|keywords\.json|llms\.txt|\.repopages\.json|_sources)_*", re.IGNORECASE)
 _LONGEST = 200  # bytes of a name; most file systems allow 255, with suffixes
 
 
@@ -71,9 +72,10 @@ def _folder(path: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a name that fits a file system. A digest replaces the end of a long one."""
+    """Return a name that fits any file system and address. A digest replaces what does not."""
     raw = os.fsencode(name)
-    if len(raw) <= _LONGEST:
+    if len(raw) <= _LONGEST and name.isprintable():
         return name
+    kept = "".join(letter for letter in raw.decode(errors="ignore") if letter.isprintable())
     digest = hashlib.sha256(raw).hexdigest()[:12]
-    return raw[: _LONGEST - 20].decode(errors="ignore") + f"-{digest}"
+    return kept.encode()[: _LONGEST - 20].decode(errors="ignore") + f"-{digest}"

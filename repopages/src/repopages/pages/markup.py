@@ -6,7 +6,8 @@ from html import escape as html
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#~$&!^@])")
 _START = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
-_MOST = 40
+MOST_ROWS = 40
+"""Number of rows that a table shows."""
 
 
 def escape(text: str) -> str:
@@ -50,7 +51,7 @@ def anchor(name: str) -> str:
     return f'<a id="{html(shown(name))}"></a>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], most: int = _MOST) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], most: int = MOST_ROWS) -> str:
     """Return a table, followed by the number of rows that were left out.
 
     Args:
@@ -67,7 +68,7 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))
 
 
-def listed(parts: Sequence[str], most: int = _MOST) -> str:
+def listed(parts: Sequence[str], most: int = MOST_ROWS) -> str:
     """Return parts of a sentence with commas, and the number of those that were left out."""
     more = [f"and {len(parts) - most:,} more"] if len(parts) > most else []
     return ", ".join([*parts[:most], *more])

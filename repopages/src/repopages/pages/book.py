@@ -1,0 +1,280 @@
+"""The input of every section of a page: the library, the output, and links from the page."""
+
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from urllib.parse import unquote
+
+from repopages.pages.addresses import file_keywords, file_page, folder_index, folder_page, relative
+from repopages.pages.dialect import Dialect
+from repopages.pages.markup import MOST_ROWS, code, link, slug
+from repopages.reading.docstrings import Docstring, Link, inline, parse
+from repopages.reading.model import Facts, Item, Section
+from repopages.relations.library import Library, Place
+
+SECTIONS = (
+    "File metadata",
+    "Purpose",
+    "Original source",
+    "High-level overview",
+    "Detailed analysis",
+    "Architecture and design",
+    "Dependencies",
+    "Code patterns and idioms",
+    "Performance considerations",
+    "Security and safety",
+    "Testing and usage",
+    "Related files",
+    "Cross-references",
+)
+"""The sections of a file's page, in order. Keywords follow them."""
+
+VALUES = frozenset(["attribute", "constant", "field", "key", "member", "type", "variable", "macro"])
+"""Kinds of definitions that are shown as rows of a table. Others have a heading."""
+
+_RESERVED = frozenset(slug(title) for title in (*SECTIONS, "Keywords"))
+_NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^<>`]*\))?$")
+_DESCRIPTIONS = ("description", "project.description", "package.description", "tool.poetry.description")
+
+
+@dataclass(frozen=True, eq=False)
+class Book:
+    """All pages of an output.
+
+    Args:
+        library: The files and their relations.
+        dialect: The output.
+    """
+
+    library: Library
+    dialect: Dialect
+    _summaries: dict[str, str] = field(default_factory=dict, repr=False)
+    _anchors: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    _sections: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+
+    def summary(self, path: str) -> str:
+        """Return one line of Markdown about a file, without links, or an empty text if it says nothing."""
+        if path not in self._summaries:
+            self._summaries[path] = inline(described(self.library.files[path])[0], unlinked)
+        return self._summaries[path]
+
+    def anchors(self, path: str) -> dict[str, str]:
+        """Return the anchor on its page of every definition in a file, by its dotted name."""
+        if path not in self._anchors:
+            self._anchors[path] = item_anchors(self.library.files[path])
+        return self._anchors[path]
+
+    def sections(self, path: str) -> dict[str, str]:
+        """Return the anchor on its page of every section of a document, by the anchor in the document."""
+        if path not in self._sections:
+            self._sections[path] = section_anchors(self.library.files[path])
+        return self._sections[path]
+
+    def linked(self, path: str, target: str) -> str | None:
+        """Return the file of the repository that a link of a document leads to, or None."""
+        written = unquote(re.split(r"[#?]", target)[0])
+        if not written or re.match(r"[a-zA-Z][\w+.-]*:|//", written):
+            return None
+        folder = posixpath.dirname(path)
+        joined = written[1:] if written.startswith("/") else posixpath.join(folder, written)
+        found = posixpath.normpath(joined)
+        return found if found in self.library.files else None
+
+    @cached_property
+    def has_tests(self) -> bool:
+        """Whether any file contains tests."""
+        return any(facts.tests for facts in self.library.files.values())
+
+    @cached_property
+    def benchmarks(self) -> list[tuple[str, Section, list[str]]]:
+        """Sections of documents with recorded benchmarks, each with its lines."""
+        found = []
+        for path, facts in self.library.files.items():
+            if facts.role == "document" and "bench" in path.lower():
+                lines, sections = facts.text.splitlines(), facts.sections
+                ends = [*(section.line - 1 for section in sections[1:]), len(lines)]
+                found += [
+                    (path, part, lines[part.line - 1 : end])
+                    for part, end in zip(sections, ends, strict=True)
+                    if any("```" in line for line in lines[part.line - 1 : end])
+                ]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """The page of a file while it is written.
+
+    Args:
+        book: All pages.
+        path: The file.
+        asked: Names that its text refers to. The page is rendered again if one of them moves.
+    """
+
+    book: Book
+    path: str
+    asked: set[str] = field(default_factory=set)
+
+    @property
+    def library(self) -> Library:
+        """The files and their relations."""
+        return self.book.library
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the file."""
+        return self.library.files[self.path]
+
+    @cached_property
+    def doc(self) -> Docstring:
+        """The file's docstring or top comment in parts."""
+        return parse(self.facts.doc)
+
+    @cached_property
+    def here(self) -> str:
+        """The page's address."""
+        return self.book.dialect.top + file_page(self.path)
+
+    def file(self, path: str, anchor: str = "", text: str = "") -> str:
+        """Return a link to the page of a file.
+
+        Args:
+            path: The file, which may be this one.
+            anchor: A place on its page.
+            text: Markdown to show instead of the path.
+        """
+        there = file_page(path) if path != self.path or not anchor else ""
+        return link(text or code(path), self._link(there, anchor))
+
+    def folder(self, path: str, *, index: bool = False) -> str:
+        """Return a link to the page of a folder, or to its index with only the last part of its path."""
+        shown = path.rpartition("/")[2] if index else path
+        text = code(f"{shown}/" if path else self.library.name)
+        return link(text, self._link(folder_index(path) if index else folder_page(path)))
+
+    def _link(self, there: str, anchor: str = "") -> str:
+        dialect = self.book.dialect
+        return relative(self.here, dialect.top + there + dialect.suffix if there else "", anchor)
+
+    @property
+    def keywords_link(self) -> str:
+        """Link to the page of the file's keywords."""
+        return self._link(file_keywords(self.path))
+
+    def line(self, line: int, text: str = "", path: str = "") -> str:
+        """Return the number of a line, or other Markdown, with a link if lines have addresses."""
+        facts = self.library.files[path or self.path]
+        target = self.book.dialect.line(self.here, facts, line) if facts.text else ""
+        return link(text or str(line), target)
+
+    def lines(self, numbers: list[int], most: int = 6) -> str:
+        """Return line numbers with links, and how many were left out."""
+        unique = sorted(set(numbers))
+        more = f" and {len(unique) - most:,} more" if len(unique) > most else ""
+        return ", ".join(self.line(number) for number in unique[:most]) + more
+
+    def section(self, path: str, section: Section) -> str:
+        """Return a link to a section of a document: to the readable document, or else to its page."""
+        text = inline(section.title or path.rpartition("/")[2], unlinked)
+        target = self.book.dialect.section(self.here, path, section.anchor)
+        return (
+            link(text, target) if target else self.file(path, self.book.sections(path)[section.anchor], text)
+        )
+
+    def find(self, name: str) -> Place | None:
+        """Return what a name in the file refers to, and remember that the page depends on it."""
+        self.asked.add(name)
+        return self.library.find(name, self.path)
+
+    def place(self, place: Place, text: str) -> str:
+        """Return a link to a definition, or to the page of its file."""
+        return self.file(place.path, self.book.anchors(place.path).get(place.name, ""), text)
+
+    def linker(self, name: str = "", item: Item | None = None) -> Link:
+        """Return a function that links the code spans of a docstring.
+
+        Args:
+            name: Dotted name in the file of what the docstring describes.
+            item: Its definition, whose own name and parameters are not links.
+        """
+        own = {item.name, *item.parameters} if item else set[str]()
+        for member in item.members if item else ():
+            own |= set(member.parameters) if member.kind != "attribute" else {member.name}
+
+        def linked(text: str, shown: str = "") -> str:
+            found = _NAME.match(text)
+            if not found or found["name"] in own:
+                return code(shown or text)
+            place = (self.find(f"{name}.{found['name']}") if name else None) or self.find(found["name"])
+            if place is None or (place.path == self.path and place.name in ("", name)):
+                return code(shown or text)
+            return self.place(place, code(shown or text))
+
+        return linked
+
+
+def unlinked(text: str, shown: str = "") -> str:
+    """Return a code span without a link."""
+    return code(shown or text)
+
+
+def item_anchors(facts: Facts) -> dict[str, str]:
+    """Return the anchor of every definition in a file, by its dotted name.
+
+    Tables are cut, so a value that is not shown has the anchor of what contains it.
+    """
+    made: dict[str, str] = {}
+
+    def enter(items: Sequence[Item], prefix: str, around: str) -> None:
+        shown = 0
+        for item in items:
+            name = f"{prefix}{item.name}"
+            anchor = _own_anchor(name, "item")
+            if item.kind in VALUES:
+                shown += 1
+                anchor = anchor if shown <= MOST_ROWS else around
+            made.setdefault(name, anchor)
+            enter(item.members, f"{name}.", anchor)
+
+    if facts.role == "data":
+        # One table of the keys at the top, and one of all keys below each of those.
+        for item in facts.items[:MOST_ROWS]:
+            for name, _ in islice(item.walk(), MOST_ROWS + 1):
+                made.setdefault(name, _own_anchor(name, "item"))
+        for item in facts.items:
+            around = made.get(item.name, slug("High-level overview"))
+            made |= {name: around for name, _ in item.walk() if name not in made}
+    else:
+        enter(facts.items, "", slug("Detailed analysis"))
+    return made
+
+
+def section_anchors(facts: Facts) -> dict[str, str]:
+    """Return the anchor on a document's page of each of its sections, by the anchor in the document."""
+    rest = slug("High-level overview")
+    return {
+        section.anchor: _own_anchor(section.anchor, "section") if number < MOST_ROWS else rest
+        for number, section in enumerate(facts.sections)
+    }
+
+
+def _own_anchor(name: str, what: str) -> str:
+    """Return an anchor that is not one of the page's own sections."""
+    plain = re.sub(r"\s+", "-", name)
+    return f"{plain}-{what}" if plain.lower() in _RESERVED else plain
+
+
+def described(facts: Facts) -> tuple[str, str]:
+    """Return what a file says of itself in one paragraph, and where: both empty if it says nothing."""
+    if facts.doc:
+        where = {"source": "docstring", "test": "docstring", "document": "first paragraph"}
+        return parse(facts.doc).summary, where.get(facts.role, "comment")
+    if facts.role == "data":
+        values = {name: item.value or item.signature for name, item in facts.walk() if name in _DESCRIPTIONS}
+        for name in _DESCRIPTIONS:
+            if values.get(name):
+                return values[name].strip("\"'"), name
+    return facts.title, "title" if facts.title else ""

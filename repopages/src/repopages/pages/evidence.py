@@ -1,0 +1,357 @@
+"""The sections of a page with evidence: dependencies, patterns, figures, safety, tests, uses elsewhere."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from repopages.pages.api import EXAMPLES, example, without_empty
+from repopages.pages.book import Page, unlinked
+from repopages.pages.markup import code, counted, escape, fenced, listed, table
+from repopages.reading.docstrings import inline, markdown, parse
+from repopages.reading.model import Error, Finding, Mention
+from repopages.relations.library import Edge, Use
+
+_MOST_FIGURES, _MOST_BLOCKS, _MOST_CODE = 14, 3, 100
+_READ = ("Python", "C", "C++", "CUDA", "Rust", "Go", "JavaScript", "TypeScript", "Shell")
+
+
+def dependencies(page: Page) -> str:
+    """Return what the file imports: files of the repository, then what is outside it."""
+    facts, library = page.facts, page.library
+    parts = []
+    imported = [edge for edge in library.imports(page.path) if edge.target != page.path]
+    if imported:
+        rows = [
+            [page.file(edge.target), _names(edge), page.line(edge.line), page.book.summary(edge.target)]
+            for edge in imported
+        ]
+        head = ["file of the repository", "names", "line", "purpose"]
+        parts.append(without_empty(head, rows))
+    outside = {title: names for title, names in library.outside(page.path).items() if names}
+    rows = [[title, listed([code(name) for name in names])] for title, names in outside.items()]
+    if rows:
+        parts.append(table(["outside", "modules"], rows))
+    late = sorted({held.module or held.name for held in facts.imports if held.inside} - {""})
+    if late:
+        names = listed([code(name) for name in late])
+        parts.append(f"Imported inside functions, so only when they run: {names}.")
+    links = [target for target, _ in facts.links if not re.match(r"[a-z]+:|#|//", target)]
+    if facts.role == "document" and links:
+        parts.append(
+            f"It links to {counted(len(set(links)), 'file')} of the repository; see the cross-references."
+        )
+    return "\n\n".join(parts) or _no_imports(page)
+
+
+def _no_imports(page: Page) -> str:
+    facts = page.facts
+    if facts.language in _READ and not facts.problem and facts.text.strip():
+        return "It has no import, include or require."
+    return f"Imports are not read in {'this' if facts.hidden else escape(facts.language)} file."
+
+
+def _names(edge: Edge) -> str:
+    return listed([code(name) for name in edge.names], 12)
+
+
+def patterns(page: Page) -> str:
+    """Return idioms of the language that the file uses, with their lines."""
+    return _found(page, "pattern", "idiom") or _not_found(
+        page,
+        "It uses none of the idioms that are looked for, such as generators, context managers or caches.",
+    )
+
+
+def _found(page: Page, topic: str, title: str) -> str:
+    """Return the findings of a topic, one row for each kind, with the first piece of code."""
+    grouped: dict[str, list[Finding]] = {}
+    for finding in page.facts.findings:
+        if finding.topic == topic:
+            grouped.setdefault(finding.label, []).append(finding)
+    rows = [
+        [escape(label), _evidence(held), page.lines([finding.line for finding in held])]
+        for label, held in grouped.items()
+    ]
+    return table([title, "code", "lines"], rows) if rows else ""
+
+
+def _evidence(held: Sequence[Finding]) -> str:
+    different = list(dict.fromkeys(_cut(finding.code) for finding in held))
+    more = f" and {len(different) - 2} more" if len(different) > 2 else ""
+    return ", ".join(code(text) for text in different[:2]) + more
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CODE else f"{text[: _MOST_CODE - 1]}…"
+
+
+def _not_found(page: Page, sentence: str) -> str:
+    """Return that nothing was found, or that nothing could be found in such a file."""
+    facts = page.facts
+    if facts.language in _READ and facts.text.strip():
+        return (
+            sentence
+            if not facts.problem
+            else f"Unknown, as the file was not understood: {escape(facts.problem)}."
+        )
+    if facts.hidden or not facts.text.strip():
+        return "There is no text to look into."
+    return f"{escape(facts.language)} has no code to look into."
+
+
+def performance(page: Page) -> str:
+    """Return findings, what docstrings say, and rows of recorded benchmarks that name the file's definitions."""
+    parts = [_found(page, "performance", "what")]
+    parts += _stated(page, "performance", "complexity")
+    parts += _figures(page)[:_MOST_BLOCKS]
+    return "\n\n".join(part for part in parts if part) or _not_found(
+        page,
+        "Nothing was found that costs much by its form (nested loops, concatenation in loops, blocking calls), "
+        "and neither docstrings nor recorded benchmarks give figures for it.",
+    )
+
+
+def _stated(page: Page, *titles: str) -> list[str]:
+    """Return a section of the docstrings, such as `Performance:`."""
+    made = [markdown(page.doc.texts[title], page.linker()) for title in titles if title in page.doc.texts]
+    for name, item in page.facts.walk():
+        texts = parse(item.doc).texts if any(title in item.doc.lower() for title in titles) else {}
+        made += [
+            f"{code(name)}: {markdown(texts[title], page.linker(name, item))}"
+            for title in titles
+            if title in texts
+        ]
+    return made
+
+
+def _figures(page: Page) -> list[str]:
+    """Return rows of recorded benchmarks that name the file's definitions, each block with its head."""
+    names = [item.name for _, _, item in page.library.public(page.path)]
+    words = {name for name in names if re.search(r"[A-Z_]|\d", name) and len(name) > 3}
+    made: list[str] = []
+    for path, section, lines in page.book.benchmarks if words else ():
+        if len(made) >= _MOST_BLOCKS or not section.words & words or path == page.path:
+            continue
+        pattern = re.compile(r"(?<![\w.])(?:" + "|".join(map(re.escape, sorted(words))) + r")\b")
+        for block in re.findall(r"```\w*\n(.*?)```", "\n".join(lines), flags=re.DOTALL):
+            shown = list(_rows(block.splitlines(), pattern))[:_MOST_FIGURES]
+            while shown and not pattern.search(shown[-1]):
+                shown.pop()  # the head of a group that was cut off
+            if shown:
+                made.append(f"From {page.section(path, section)}:\n\n" + fenced("\n".join(shown)))
+    return made
+
+
+def _rows(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
+    """Yield the rows that match, each group below its command, its title and the heads of its columns."""
+    pending: list[str] = []
+    for line in lines:
+        digits = len(re.findall(r"\d", line))
+        is_command, is_row = line.startswith("$"), "  " in line.strip() and digits > 2
+        if not is_command and digits and pattern.search(line):
+            yield from pending
+            yield line
+            pending = []
+        elif is_command:
+            pending = [line]
+        elif line.strip() and not is_row:
+            pending = [*(row for row in pending if row.startswith("$")), *pending[-1:], line]
+            pending = list(dict.fromkeys(pending))
+
+
+def safety(page: Page) -> str:
+    """Return effects outside the file, errors that it raises and catches, and the environment that it reads."""
+    facts = page.facts
+    parts = _stated(page, "safety", "security", "thread safety")
+    found = _found(page, "security", "what")
+    parts.append(
+        found
+        or _not_found(
+            page,
+            "No process, socket, native library, pickle, text run as code, file written or broad handler "
+            "was found in its syntax tree.",
+        )
+    )
+    if facts.raised:
+        parts.append(f"Errors that it raises ({counted(len(facts.raised), 'place')}):")
+        rows = [
+            [_error(page, error), escape(_cut(error.message)), _where(page, error)] for error in facts.raised
+        ]
+        parts.append(without_empty(["error", "message", "raised in"], rows))
+    if facts.caught:
+        caught: dict[str, list[int]] = {}
+        for error in facts.caught:
+            caught.setdefault(error.name, []).append(error.line)
+        shown = [f"{code(name)} (line {page.lines(lines)})" for name, lines in caught.items()]
+        parts.append(f"Errors that it catches: {listed(shown)}.")
+    rows = _mentions(page, "environment")
+    if rows:
+        parts.append(without_empty(["environment variable", "lines", "meaning"], rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _error(page: Page, error: Error) -> str:
+    place = page.find(error.name) if re.fullmatch(r"[\w.]+", error.name) else None
+    return page.place(place, code(error.name)) if place else code(error.name)
+
+
+def _where(page: Page, error: Error) -> str:
+    anchor = page.book.anchors(page.path).get(error.where)
+    inside = f"{page.file(page.path, anchor, code(error.where))}, " if anchor else ""
+    return f"{inside}line {page.line(error.line)}"
+
+
+def _mentions(page: Page, kind: str) -> list[list[str]]:
+    grouped: dict[str, list[Mention]] = {}
+    for mention in page.facts.mentions:
+        if mention.kind == kind:
+            grouped.setdefault(mention.word, []).append(mention)
+    return [
+        [
+            code(word),
+            page.lines([mention.line for mention in held]),
+            inline(next((mention.text for mention in held if mention.text), ""), unlinked),
+        ]
+        for word, held in grouped.items()
+    ]
+
+
+def testing(page: Page) -> str:
+    """Return an example, the tests that use the file, and the options of its command."""
+    parts = [_usage(page)]
+    rows = _mentions(page, "option")
+    if rows:
+        parts.append(without_empty(["command-line option", "lines", "meaning"], rows))
+    parts.append(_own_tests(page))
+    tests, examples = page.library.tests(page.path), page.library.examples(page.path)
+    if tests:
+        parts += [_uses(page, "test file", tests), _command(tests)]
+    if examples:
+        parts.append(_uses(page, "example", examples))
+    if not tests and not page.facts.tests:
+        found = "No test of the repository imports or names it."
+        parts.append(found if page.book.has_tests else "The repository has no tests.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _usage(page: Page) -> str:
+    """Return the first example in the docstrings of public definitions, or the line that imports them."""
+    public = page.library.public(page.path)
+    for name, dotted, item in public:
+        texts = (
+            parse(item.doc).texts if ">>> " in item.doc or "xample" in item.doc or "sage" in item.doc else {}
+        )
+        for title in EXAMPLES:
+            if title in texts:
+                shown = example(texts[title], page.linker(dotted, item)).removeprefix("**Example**")
+                return f"Example of {page.file(page.path, page.book.anchors(page.path)[dotted], code(name))}:{shown}"
+    if public and page.facts.language == "Python" and not page.facts.tests:
+        module, _, name = public[0][0].rpartition(".")
+        return f"No docstring has an example. To import from it:\n\n{fenced(f'from {module} import {name}', 'python')}"
+    return ""
+
+
+def _own_tests(page: Page) -> str:
+    if not page.facts.tests:
+        return ""
+    names = [
+        page.file(page.path, page.book.anchors(page.path)[name], code(name))
+        for name, item in page.facts.walk()
+        if item.kind in ("function", "method") and re.match(r"test|Test|bench", item.name)
+    ]
+    shown = f": {listed(names)}" if names else ""
+    return f"It contains {counted(page.facts.tests, 'test')}{shown}."
+
+
+def _uses(page: Page, what: str, uses: Sequence[Use]) -> str:
+    files = page.library.files
+    rows = [
+        [
+            page.file(use.path),
+            f"{use.how}, line {page.line(use.line, path=use.path)}",
+            str(files[use.path].tests or ""),
+            page.book.summary(use.path),
+        ]
+        for use in uses
+    ]
+    return (
+        f"{counted(len(uses), what)} for it:\n\n"
+        + without_empty(["file", "how", "tests", "subject"], rows[:12])
+        + (f"\n\nand {len(rows) - 12} more." if len(rows) > 12 else "")
+    )
+
+
+def _command(tests: Sequence[Use]) -> str:
+    paths = [
+        use.path for use in tests[:3] if use.path.endswith(".py") and re.fullmatch(r"[\w./-]+", use.path)
+    ]
+    return fenced(f"pytest {' '.join(paths)}", "sh") if paths else ""
+
+
+def related(page: Page) -> str:
+    """Return other files that a reader of this one should know of, with the reason."""
+    found = page.library.related(page.path)
+    rows = [[page.file(path), escape(reason), page.book.summary(path)] for path, reason in found]
+    if rows:
+        return without_empty(["file", "why", "purpose"], rows)
+    return (
+        f"No other file imports it, is imported by it, tests it or lies in {page.folder(page.facts.folder)}."
+    )
+
+
+def references(page: Page) -> str:
+    """Return who imports the file and which names, documents about it, and names under which it is exported."""
+    parts = []
+    importers = [edge for edge in page.library.importers(page.path) if edge.source != page.path]
+    if importers:
+        users: dict[str, list[Edge]] = {}
+        for edge in importers:
+            for name in edge.names or ("",):
+                users.setdefault(name, []).append(edge)
+        anchors = page.book.anchors(page.path)
+        rows = []
+        for name, edges in sorted(users.items(), key=lambda pair: (not pair[0], -len(pair[1]), pair[0])):
+            shown = code(name) if name else "the whole file"
+            if anchors.get(name):
+                shown = page.file(page.path, anchors[name], shown)
+            where = [
+                f"{page.file(edge.source)} (line {page.line(edge.line, path=edge.source)})" for edge in edges
+            ]
+            rows.append([shown, listed(where, 10)])
+        parts.append(table(["name", "imported by"], rows))
+    parts += [_exports(page), _documents(page), _links(page)]
+    found = "\n\n".join(part for part in parts if part)
+    return found or (
+        "No file of the repository imports it, and no document links to it or mentions one of its names."
+    )
+
+
+def _exports(page: Page) -> str:
+    """Return the names under which definitions of this file are exported elsewhere."""
+    module = page.library.module(page.path)
+    rows = [
+        [page.file(page.path, page.book.anchors(page.path)[dotted], code(dotted)), code(name)]
+        for name, dotted, _ in page.library.public(page.path)
+        if module and name != f"{module}.{dotted}" and "." not in dotted
+    ]
+    return table(["defined here", "imported as"], rows) if rows else ""
+
+
+def _documents(page: Page) -> str:
+    sections: dict[str, list[str]] = {}
+    for path, section in page.library.documents(page.path):
+        if path != page.path:
+            sections.setdefault(path, []).append(page.section(path, section))
+    rows = [[page.file(path), listed(held, 8)] for path, held in sections.items()]
+    return table(["document", "sections about it"], rows) if rows else ""
+
+
+def _links(page: Page) -> str:
+    """Return the files of the repository that a document links to."""
+    links = dict[str, list[int]]()
+    for target, line in page.facts.links:
+        path = page.book.linked(page.path, target)
+        if path and path != page.path:
+            links.setdefault(path, []).append(line)
+    rows = [[page.file(path), page.lines(lines), page.book.summary(path)] for path, lines in links.items()]
+    return without_empty(["it links to", "lines", "purpose"], rows) if rows else ""

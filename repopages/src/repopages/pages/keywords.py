@@ -1,0 +1,178 @@
+"""Keywords: every identifier and concept of a file, with the section of its page that explains it."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from repopages.pages.addresses import file_page
+from repopages.pages.book import Book
+from repopages.pages.dialect import GitHub
+from repopages.pages.markup import slug
+from repopages.reading.docstrings import parse
+from repopages.reading.model import Facts
+from repopages.relations.library import Library
+
+_KINDS = (
+    "class",
+    "exception",
+    "enum",
+    "struct",
+    "interface",
+    "trait",
+    "function",
+    "method",
+    "property",
+    "macro",
+)
+"""Kinds of keywords that a reader most likely looks for, first."""
+
+_DEPENDENCIES, _SAFETY, _TESTING = "Dependencies", "Security and safety", "Testing and usage"
+_SELF = frozenset(["self", "cls", "_", "__", "this"])
+_STOP = frozenset(
+    "a an and are as at be but by can do for from has have if in into is it its no not note of on or so that "
+    "the their then there these this to todo true false none null was we when which will with yes you your".split()
+)
+
+
+class Keyword(NamedTuple):
+    """A word and the place that explains it.
+
+    Attributes:
+        word: The identifier or concept.
+        kind: "function", "class", "parameter", "import", "module", "raises", "catches", "constant",
+            "environment variable", "option", "heading", "term" and so on.
+        path: The file.
+        anchor: The section or definition on the file's page.
+        section: Title of that section, or dotted name of the definition.
+        summary: One line about it.
+    """
+
+    word: str
+    kind: str
+    path: str
+    anchor: str
+    section: str
+    summary: str = ""
+
+    def url(self, top: str = "", suffix: str = ".md") -> str:
+        """Return its address from the top of an output, not encoded."""
+        return f"{top}{file_page(self.path)}{suffix}#{self.anchor}"
+
+
+def keywords_of(book: Book, path: str) -> list[Keyword]:
+    """Return the keywords of a file, sorted and without repetition."""
+    found: dict[tuple[str, str, str], Keyword] = {}
+    for keyword in _all(book, book.library.files[path]):
+        if keyword.word not in _SELF and any(letter.isalnum() for letter in keyword.word):
+            found.setdefault((keyword.word, keyword.kind, keyword.anchor), keyword)
+    return sorted(found.values(), key=order)
+
+
+def order(keyword: Keyword) -> tuple[str, str, int, str, str]:
+    """Return the key by which keywords are sorted: by word, then the likeliest kind first."""
+    rank = _KINDS.index(keyword.kind) if keyword.kind in _KINDS else len(_KINDS)
+    return keyword.word.lower(), keyword.word, rank, keyword.path, keyword.anchor
+
+
+def _all(book: Book, facts: Facts) -> Iterator[Keyword]:
+    path = facts.path
+    name = book.library.module(path)
+    if name:
+        yield Keyword(name, "module", path, "purpose", "Purpose", parse(facts.doc).summary)
+    yield Keyword(facts.name, "file", path, "purpose", "Purpose", facts.title or parse(facts.doc).summary)
+    yield from _definitions(book, facts)
+    yield from _imports(facts)
+    safety = slug(_SAFETY)
+    for error in facts.raised:
+        yield Keyword(error.name, "raised", path, safety, _SAFETY, error.message)
+    for error in facts.caught:
+        yield Keyword(error.name, "caught", path, safety, _SAFETY)
+    for mention in facts.mentions:
+        kind = {"environment": "environment variable"}.get(mention.kind, mention.kind)
+        title = _SAFETY if mention.kind == "environment" else _TESTING
+        yield Keyword(mention.word, kind, path, slug(title), title, mention.text)
+    yield from _concepts(book, facts)
+
+
+def _definitions(book: Book, facts: Facts) -> Iterator[Keyword]:
+    anchors = book.anchors(facts.path)
+    for dotted, item in facts.walk():
+        place = (facts.path, anchors[dotted], dotted)
+        doc = parse(item.doc)
+        yield Keyword(item.name, item.kind, *place, doc.summary)
+        described = {field[1]: field[-1] for field in doc.fields if field[0] in ("param", "attribute")}
+        for name in dict.fromkeys([*item.parameters, *described]):
+            text = " ".join(described.get(name, "").split())
+            yield Keyword(name.lstrip("*"), "parameter", *place, text)
+
+
+def _imports(facts: Facts) -> Iterator[Keyword]:
+    place = (facts.path, slug(_DEPENDENCIES), _DEPENDENCIES)
+    for held in facts.imports:
+        module = "." * held.level + held.module
+        yield Keyword(module, "imported module", *place)
+        if held.name and held.name != "*":
+            yield Keyword(held.name, "import", *place, f"from {module}")
+        if held.alias:
+            yield Keyword(held.alias, "import", *place, f"{held.name or module} as {held.alias}")
+
+
+def _concepts(book: Book, facts: Facts) -> Iterator[Keyword]:
+    """Yield headings, and emphasised, defined and code words that are not everyday words."""
+    anchors = book.sections(facts.path)
+    for section in facts.sections:
+        place = (facts.path, anchors[section.anchor], section.title)
+        if section.title:
+            yield Keyword(section.title, "heading", *place, section.text)
+        for mention in section.terms:
+            word = " ".join(mention.word.split())
+            if (
+                len(word) > 1
+                and len(word) <= 60
+                and word.lower() not in _STOP
+                and not re.fullmatch(r"[\d.,]+", word)
+            ):
+                kind = "definition" if mention.kind == "defined" else "term"
+                yield Keyword(word, kind, *place, mention.text)
+
+
+def all_keywords(book: Book) -> list[Keyword]:
+    """Return the keywords of all files, sorted."""
+    return sorted((keyword for path in book.library.files for keyword in keywords_of(book, path)), key=order)
+
+
+def by_word(found: Iterable[Keyword]) -> dict[str, list[Keyword]]:
+    """Return sorted keywords grouped by their word."""
+    grouped: dict[str, list[Keyword]] = {}
+    for keyword in found:
+        grouped.setdefault(keyword.word, []).append(keyword)
+    return grouped
+
+
+def look_up(word: str, library: Library) -> list[Keyword]:
+    """Return the places that explain a word, best first.
+
+    Args:
+        word: An identifier or a concept, in any case. A part of it is enough if there is no whole match.
+        library: The files of a repository.
+
+    Returns:
+        Whole matches, or else keywords that contain the word. Empty if there are none.
+    """
+    book, sought = Book(library, GitHub()), word.lower()
+    found = all_keywords(book)
+    exact = [keyword for keyword in found if sought in (keyword.word.lower(), keyword.section.lower())]
+    hits = exact or [keyword for keyword in found if sought in keyword.word.lower()]
+
+    def rank(keyword: Keyword) -> tuple[bool, int, int, bool, str, str]:
+        kind = _KINDS.index(keyword.kind) if keyword.kind in _KINDS else len(_KINDS)
+        return (
+            keyword.word.lower() != sought,
+            kind,
+            len(keyword.word),
+            not keyword.summary,
+            keyword.path,
+            keyword.anchor,
+        )
+
+    return sorted(hits, key=rank)
