@@ -147,7 +147,8 @@ def _build_markdown(library: Library, folder: Path, strict: bool, as_json: bool,
     for line in library.warnings:
         click.echo(line, err=True)
     if as_json:
-        click.echo(json.dumps({**asdict(written), "folder": str(folder), "warnings": library.warnings}, indent=2))
+        result = {**asdict(written), "folder": str(folder), "warnings": list(library.warnings)}
+        click.echo(json.dumps(result, indent=2))
     else:
         click.echo((folder / "index.md").resolve())
     if strict and library.warnings:
@@ -169,16 +170,16 @@ def find(keyword: str, path: str, as_json: bool) -> None:
     """  # noqa: D301
     progress = _Progress()
     library = _open(path, None, (), (), None, progress)
-    found = look_up(library, keyword)
+    found = look_up(keyword, library)
     progress.end()
     if as_json:
-        click.echo(json.dumps([asdict(entry) for entry in found], indent=2))
+        click.echo(json.dumps([entry._asdict() for entry in found], indent=2))
         return
     if not found:
         raise OptionError(f"keyword={keyword!r} is not in the index of {path}: try a part of it")
     for entry in found[:_MOST]:
         click.secho(entry.word, bold=True, nl=False)
-        click.echo(f"  {entry.kind}  {entry.place}")
+        click.echo(f"  {entry.kind}  {entry.path}#{entry.anchor}")
         if entry.summary:
             click.echo(f"    {entry.summary}")
     if len(found) > _MOST:

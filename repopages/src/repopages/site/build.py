@@ -26,7 +26,7 @@ from repopages.site.navigation import Navigation
 Progress = Callable[[str, int, int], None]
 
 _STATIC = Path(__file__).with_name("static")
-_MARK = ".repopages.json"  # what the folder of a site holds, and how each page was surrounded
+_MARK = ".repopages-site.json"  # what the folder of a site holds, and how each page was surrounded
 _COPIED = ("keywords.json", "llms.txt")
 
 
@@ -74,19 +74,20 @@ def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = la
     sources = cache / "sources"
     site = Site(library)
     navigation = Navigation(site)
-    write_pages(library, site.dialect, sources, progress)
+    keywords = write_pages(library, site.dialect, sources, progress).keywords
     write_documents(site, sources)
     around = {page: _digest(navigation, page) for page in (*site.file_of, *site.folder_of, *site.document_of)}
     for page, digest in around.items():
         if before.get(page) != digest:  # its listing or its sidebar changed, of which Sphinx does not know
             (out / f"{page}.html").unlink(missing_ok=True)
-    environment, written, warnings = _run_sphinx(navigation, cache, out, jobs, progress)
+    old = _times(out)
+    environment, warnings = _run_sphinx(navigation, cache, out, jobs, progress)
+    written = sum(old.get(name) != time for name, time in _times(out).items())
     _copy(site, environment, sources, out)
     _remove_others(out, set(environment.found_docs))
     (out / _MARK).write_text(json.dumps({"root": str(library.root), "pages": around}))
-    urls, count = _keyword_addresses(out)
     progress("checking links", 0, 1)
-    broken = broken_links(out, urls)
+    broken = broken_links(out, _keyword_addresses(out))
     theirs = {f"{page}.html" for page in site.document_of}
     missing = [line for page in environment.found_docs for line in environment.metadata[page].get("missing", ())]
     missing += [line for line in broken if line.partition(": ")[0] in theirs]
@@ -94,7 +95,7 @@ def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = la
         folder=out,
         pages=len(environment.found_docs),
         written=written,
-        keywords=count,
+        keywords=keywords,
         warnings=(*library.warnings, *warnings, *(line for line in broken if line not in missing)),
         missing=tuple(sorted(missing)),
     )
@@ -157,12 +158,8 @@ class _Status(io.StringIO):
 
 def _run_sphinx(
     navigation: Navigation, cache: Path, out: Path, jobs: int, progress: Progress
-) -> tuple[Any, int, tuple[str, ...]]:
-    """Run Sphinx without a conf.py.
-
-    Returns:
-        Sphinx's environment, the number of pages that it wrote, and its warnings.
-    """
+) -> tuple[Any, tuple[str, ...]]:
+    """Run Sphinx without a conf.py. Return its environment and its warnings."""
     from sphinx.application import Sphinx
     from sphinx.errors import SphinxError
     from sphinx.util.console import strip_escape_sequences
@@ -171,7 +168,6 @@ def _run_sphinx(
     unclean = cache / "unclean"  # there while a build runs, and after one with warnings
     fresh = unclean.exists()
     unclean.touch()
-    written: list[str] = []
     try:
         app = Sphinx(
             srcdir=sources,
@@ -186,7 +182,6 @@ def _run_sphinx(
             parallel=jobs,
         )
         app.repopages = navigation
-        app.connect("html-page-context", lambda _, page, *rest: written.append(page))
         app.build()
     except SphinxError as error:
         raise RepopagesError(f"Sphinx failed: {error}") from error
@@ -194,7 +189,7 @@ def _run_sphinx(
     warnings = tuple(line for line in lines if line.strip())
     if not warnings:
         unclean.unlink()
-    return app.env, len(written), warnings
+    return app.env, warnings
 
 
 def _configuration(site: Site) -> dict[str, object]:
@@ -243,6 +238,10 @@ def _remove_others(out: Path, pages: set[str]) -> None:
             file.unlink()
 
 
-def _keyword_addresses(out: Path) -> tuple[set[str], int]:
-    keywords = json.loads((out / "keywords.json").read_text(encoding="utf-8"))["keywords"]
-    return {keyword["url"] for keyword in keywords}, len(keywords)
+def _keyword_addresses(out: Path) -> set[str]:
+    found = json.loads((out / "keywords.json").read_text(encoding="utf-8"))["keywords"]
+    return {keyword["url"] for keyword in found}
+
+
+def _times(out: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html")}
