@@ -42,7 +42,7 @@ def _described(page: Page, item: Item, name: str, level: int, around: Item | Non
     link = page.linker(name, item)
     mark = anchor(page.book.anchors(page.path)[name])
     kind = item.kind if item.public else f"{item.kind}, internal"
-    span = page.line(item.line) if item.end <= item.line else f"{page.line(item.line)}–{item.end}"
+    span = page.line(item.line) if item.end <= item.line else f"{page.line(item.line)} to {item.end}"
     parts = [
         f"{'#' * min(level, 6)} {mark}{code(name)}",
         f"*{escape(kind)}*, {'line' if item.end <= item.line else 'lines'} {span}"

@@ -119,10 +119,11 @@ def letters_page(book: Book, pages: Sequence[tuple[str, str, int]]) -> str:
         for address, title, words in pages
     ]
     intro = (
-        f"{counted(total, 'keyword')} of {counted(len(book.library.files), 'file')}: functions, classes, parameters, "
-        "imports, errors, constants, environment variables, options, and headings and terms of documents."
+        f"{counted(total, 'keyword')} of {counted(len(book.library.files), 'file')}: functions, classes, "
+        "parameters, imports, errors, constants, environment variables, options, and headings and terms of documents."
     )
-    return f"# Keyword index of {escape(book.library.name)}\n\n{intro}\n\n{table(['letter', 'keywords'], rows, most=len(rows))}\n"
+    held = table(["letter", "keywords"], rows, most=len(rows))
+    return f"# Keyword index of {escape(book.library.name)}\n\n{intro}\n\n{held}\n"
 
 
 def keywords_json(book: Book, found: Sequence[Keyword]) -> str:

@@ -31,8 +31,9 @@ _SELF = frozenset(["self", "cls", "_", "__", "this"])
 _STOP = frozenset(
     re.findall(
         r"\w+",
-        "a an and are as at be but by can do false for from has have if in into is it its no none not note null of"
-        " on or so that the their then there these this to todo true was we when which will with yes you your",
+        "a an and are as at be but by can do false for from has have if in into is it its no none not note"
+        " null of on or so that the their then there these this to todo true was we when which will with yes"
+        " you your",
     )
 )
 

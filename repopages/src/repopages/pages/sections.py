@@ -83,7 +83,9 @@ def _silent(page: Page) -> str:
     missing = what.get(facts.language, "comment at its top")
     names = main_names(facts)
     held = "Its keys" if facts.role == "data" else "It defines"
-    return f"The file has no {missing}" + (f". {held}{':' if facts.role == 'data' else ''} {names}." if names else ".")
+    return f"The file has no {missing}" + (
+        f". {held}{':' if facts.role == 'data' else ''} {names}." if names else "."
+    )
 
 
 def source(page: Page) -> str:
@@ -291,7 +293,8 @@ def _roles(page: Page) -> list[str]:
         made.append("It imports only from outside the repository, and no file of the repository imports it.")
     elif facts.role in ("document", "data", "other"):
         made.append(
-            f"A {facts.role if facts.role != 'other' else 'file'} in {page.folder(facts.folder)}, which no source imports."
+            f"A {'file' if facts.role == 'other' else facts.role} in {page.folder(facts.folder)}, "
+            "which no source imports."
         )
     else:
         made.append("It has no imports, and no file of the repository imports it.")
