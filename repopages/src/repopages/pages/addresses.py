@@ -14,8 +14,8 @@ KEYWORDS = "keywords"
 """Address of the keyword index of all files. Those of its letters lie in the folder of the same name."""
 
 # A folder of the repository with such a name would lie where a page does: the folder `index.md` of the
-# repository and the page `index.md` of its root. Sphinx skips `_sources`. One more "_" keeps names apart, also
-# `index.md` and `index.md_`.
+# repository and the page `index.md` of its root. Sphinx skips `_sources`. One more "_" keeps names apart,
+# also `index.md` and `index.md_`.
 _TAKEN = re.compile(r"(.*\.(md|html)|keywords\.json|llms\.txt|\.repopages\.json|_sources)_*", re.IGNORECASE)
 _LONGEST = 200  # bytes of a name; most file systems allow 255, with suffixes
 

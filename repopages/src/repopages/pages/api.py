@@ -37,24 +37,25 @@ def detailed(page: Page) -> str:
     return "\n\n".join(parts)
 
 
-def _described(page: Page, item: Item, name: str, level: int) -> str:
+def _described(page: Page, item: Item, name: str, level: int, around: Item | None = None) -> str:
     """Return one definition and all inside it."""
     link = page.linker(name, item)
     mark = anchor(page.book.anchors(page.path)[name])
     kind = item.kind if item.public else f"{item.kind}, internal"
-    span = page.line(item.line) if item.end <= item.line else f"{page.line(item.line)}–{item.end}"
+    span = page.line(item.line) if item.end <= item.line else f"{page.line(item.line)} to {item.end}"
     parts = [
         f"{'#' * min(level, 6)} {mark}{code(name)}",
         f"*{escape(kind)}*, {'line' if item.end <= item.line else 'lines'} {span}"
         + _context(page, item, link),
-        _signature(page, item),
+        # A class is shown with the signature of its constructor.
+        "" if around and around.signature == item.signature else _signature(page, item),
         *_text(parse(item.doc), link),
     ]
     values = [member for member in item.members if member.kind in VALUES]
     if values:
         parts.append(_values(page, values, f"{name}.", level + 1))
     inner = [member for member in item.members if member.kind not in VALUES]
-    parts += [_described(page, member, f"{name}.{member.name}", level + 1) for member in inner]
+    parts += [_described(page, member, f"{name}.{member.name}", level + 1, item) for member in inner]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -125,7 +126,7 @@ def _field(field: Sequence[str], link: Link) -> str:
     """Return a parameter, a result or an error as an item of a list."""
     kind, name, type_, text = field
     head = link(name) if kind in ("raises", "warns") and name else code(name) if name else ""
-    head += f" ({inline(type_, link)})" if type_ and name else code(type_) if type_ else ""
+    head += f" ({link(type_)})" if type_ and name else link(type_) if type_ else ""
     blocks = markdown(text, link)
     made = f"{head}: {blocks}" if head and blocks else head or blocks
     return "- " + textwrap.indent(made, "  ").lstrip()
@@ -141,6 +142,7 @@ def example(text: str, link: Link) -> str:
 def _values(page: Page, items: Sequence[Item], prefix: str, level: int) -> str:
     """Return constants, attributes or members of an enumeration as a table."""
     rows, anchors = [], page.book.anchors(page.path)
+    kinds = {(item.kind, item.public) for item in items}
     for item in items:
         name = f"{prefix}{item.name}"
         mark = anchor(anchors[name]) if anchors[name] else ""
@@ -148,9 +150,9 @@ def _values(page: Page, items: Sequence[Item], prefix: str, level: int) -> str:
         rows.append(
             [
                 f"{mark}{code(item.name)}",
-                item.kind if item.public else f"{item.kind}, internal",
+                "" if len(kinds) == 1 else item.kind if item.public else f"{item.kind}, internal",
                 code(item.signature) if item.signature and item.signature != item.value else "",
-                value_of(item) if item.value else "",
+                value_of(item) if item.value and item.value != item.name else "",
                 page.line(item.line),
                 inline(doc.summary, page.linker(name, item)),
             ]
@@ -158,8 +160,7 @@ def _values(page: Page, items: Sequence[Item], prefix: str, level: int) -> str:
     head = ["name", "kind", "type", "value", "line", "meaning"]
     if prefix:
         return without_empty(head, rows)
-    kinds = {f"{item.kind}s" if item.kind[-1:] != "y" else f"{item.kind[:-1]}ies" for item in items}
-    title = " and ".join(sorted(kinds)).capitalize()
+    title = " and ".join(sorted({f"{item.kind}s" for item in items})).capitalize()
     return f"{'#' * level} {title}\n\n{without_empty(head, rows)}"
 
 

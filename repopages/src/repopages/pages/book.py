@@ -8,9 +8,10 @@ from functools import cached_property
 from itertools import islice
 from urllib.parse import unquote
 
+from repopages.pages import markup
 from repopages.pages.addresses import file_keywords, file_page, folder_index, folder_page, relative
 from repopages.pages.dialect import Dialect
-from repopages.pages.markup import MOST_ROWS, code, link, slug
+from repopages.pages.markup import MOST_ROWS, code, link, listed, slug
 from repopages.reading.docstrings import Docstring, Link, inline, parse
 from repopages.reading.model import Facts, Item, Section
 from repopages.relations.library import Library, Place
@@ -56,9 +57,11 @@ class Book:
     _sections: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
 
     def summary(self, path: str) -> str:
-        """Return one line of Markdown about a file, without links, or an empty text if it says nothing."""
+        """Return one line of Markdown about a file: what it says of itself, or else its names. No links."""
         if path not in self._summaries:
-            self._summaries[path] = inline(described(self.library.files[path])[0], unlinked)
+            facts = self.library.files[path]
+            said, names = described(facts)[0], main_names(facts)
+            self._summaries[path] = inline(said, unlinked) or (f"Defines {names}" if names else "")
         return self._summaries[path]
 
     def anchors(self, path: str) -> dict[str, str]:
@@ -204,21 +207,21 @@ class Page:
         for member in item.members if item else ():
             own |= set(member.parameters) if member.kind != "attribute" else {member.name}
 
-        def linked(text: str, shown: str = "") -> str:
-            found = _NAME.match(text)
+        def linked(code: str, shown: str = "") -> str:
+            found, text = _NAME.match(code), unlinked(code, shown)
             if not found or found["name"] in own:
-                return code(shown or text)
+                return text
             place = (self.find(f"{name}.{found['name']}") if name else None) or self.find(found["name"])
             if place is None or (place.path == self.path and place.name in ("", name)):
-                return code(shown or text)
-            return self.place(place, code(shown or text))
+                return text
+            return self.place(place, text)
 
         return linked
 
 
-def unlinked(text: str, shown: str = "") -> str:
+def unlinked(code: str, shown: str = "") -> str:
     """Return a code span without a link."""
-    return code(shown or text)
+    return markup.code(shown or code)
 
 
 def item_anchors(facts: Facts) -> dict[str, str]:
@@ -278,3 +281,10 @@ def described(facts: Facts) -> tuple[str, str]:
             if values.get(name):
                 return values[name].strip("\"'"), name
     return facts.title, "title" if facts.title else ""
+
+
+def main_names(facts: Facts) -> str:
+    """Return the first definitions of a file in words, as Markdown, or an empty text."""
+    named = [item for item in facts.items if item.kind not in VALUES] or list(facts.items)
+    chosen = [item for item in named if item.public] or named
+    return listed([code(item.name) for item in chosen], 4)

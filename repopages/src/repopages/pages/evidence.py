@@ -100,14 +100,14 @@ def _not_found(page: Page, sentence: str) -> str:
 
 
 def performance(page: Page) -> str:
-    """Return findings, what docstrings say, and rows of recorded benchmarks that name the file's definitions."""
+    """Return findings, what docstrings say, and rows of recorded benchmarks that name its definitions."""
     parts = [_found(page, "performance", "what")]
     parts += _stated(page, "performance", "complexity")
     parts += _figures(page)[:_MOST_BLOCKS]
     return "\n\n".join(part for part in parts if part) or _not_found(
         page,
-        "Nothing was found that costs much by its form (nested loops, concatenation in loops, blocking calls), "
-        "and neither docstrings nor recorded benchmarks give figures for it.",
+        "Nothing was found that costs much by its form (nested loops, copies, blocking calls), and neither "
+        "docstrings nor recorded benchmarks give figures for it.",
     )
 
 
@@ -160,7 +160,7 @@ def _rows(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def safety(page: Page) -> str:
-    """Return effects outside the file, errors that it raises and catches, and the environment that it reads."""
+    """Return effects outside the file, errors raised and caught, and environment variables."""
     facts = page.facts
     parts = _stated(page, "safety", "security", "thread safety")
     found = _found(page, "security", "what")
@@ -244,10 +244,12 @@ def _usage(page: Page) -> str:
         for title in EXAMPLES:
             if title in texts:
                 shown = example(texts[title], page.linker(dotted, item)).removeprefix("**Example**")
-                return f"Example of {page.file(page.path, page.book.anchors(page.path)[dotted], code(name))}:{shown}"
+                where = page.file(page.path, page.book.anchors(page.path)[dotted], code(name))
+                return f"Example of {where}:{shown}"
     if public and page.facts.language == "Python" and not page.facts.tests:
         module, _, name = public[0][0].rpartition(".")
-        return f"No docstring has an example. To import from it:\n\n{fenced(f'from {module} import {name}', 'python')}"
+        line = fenced(f"from {module} import {name}", "python")
+        return f"No docstring has an example. To import from it:\n\n{line}"
     return ""
 
 
@@ -300,7 +302,7 @@ def related(page: Page) -> str:
 
 
 def references(page: Page) -> str:
-    """Return who imports the file and which names, documents about it, and names under which it is exported."""
+    """Return which names other files import, documents about the file, and names of re-exports."""
     parts = []
     importers = [edge for edge in page.library.importers(page.path) if edge.source != page.path]
     if importers:

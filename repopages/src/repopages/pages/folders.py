@@ -109,7 +109,10 @@ def index_of(folder: FolderPage) -> str:
     parts.append("## Keywords")
     everything = folder.link(KEYWORDS, "index of all keywords")
     if rows:
-        intro = f"Definitions at the top of the files in this folder. Parameters, imports and terms are in each file's keywords and in the {everything}."
+        intro = (
+            "Definitions at the top of the files in this folder. Parameters, imports and terms are in each"
+            f" file's keywords and in the {everything}."
+        )
         parts += [intro, table(["keyword", "kind", "file"], rows, most=len(rows))]
     else:
         parts.append(f"No file directly in this folder defines a name. See the {everything}.")
@@ -291,7 +294,8 @@ def _tests(folder: FolderPage) -> str:
     made = []
     if inside:
         made.append(
-            f"{counted(count, 'test')} in {counted(len(inside), 'file')}: {listed([folder.file(path) for path in inside], 12)}."
+            f"{counted(count, 'test')} in {counted(len(inside), 'file')}: "
+            f"{listed([folder.file(path) for path in inside], 12)}."
         )
     if tests:
         shown = [folder.link(file_page(path), code(path)) for path in sorted(tests)]

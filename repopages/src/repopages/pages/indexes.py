@@ -1,14 +1,12 @@
 """Keywords as pages, as JSON, and the list of pages for assistants."""
 
 import json
-import posixpath
 from collections.abc import Iterator, Sequence
 
-from repopages.pages.addresses import KEYWORDS, file_page, folder_index, folder_page, relative
-from repopages.pages.book import Book, Page, unlinked
+from repopages.pages.addresses import KEYWORDS, file_page, folder_page, relative
+from repopages.pages.book import Book, Page
 from repopages.pages.keywords import Keyword, by_word, keywords_of
 from repopages.pages.markup import code, counted, escape, link, listed, shown, table
-from repopages.reading.docstrings import inline
 
 _MOST_PLACES = 12
 _MOST_WORDS = 1500  # of a page: GitHub does not render files of more than about 500 KB
@@ -96,10 +94,14 @@ def letter_page(book: Book, address: str, title: str, words: Sequence[tuple[str,
         "",
     ]
     for word, places in words:
-        links = []
+        files: dict[str, list[Keyword]] = {}
         for keyword in places:
-            target = relative(address, dialect.top + file_page(keyword.path) + dialect.suffix, keyword.anchor)
-            links.append(f"{link(code(keyword.path), target)} ({keyword.kind})")
+            files.setdefault(keyword.path, []).append(keyword)
+        links = []
+        for path, held in files.items():
+            target = relative(address, dialect.top + file_page(path) + dialect.suffix, held[0].anchor)
+            kinds = ", ".join(dict.fromkeys(keyword.kind for keyword in held))
+            links.append(f"{link(code(path), target)} ({kinds})")
         lines.append(f"- {code(word)}: {listed(links, _MOST_PLACES)}")
     return "\n".join([*lines, ""])
 
@@ -117,10 +119,11 @@ def letters_page(book: Book, pages: Sequence[tuple[str, str, int]]) -> str:
         for address, title, words in pages
     ]
     intro = (
-        f"{counted(total, 'keyword')} of {counted(len(book.library.files), 'file')}: functions, classes, parameters, "
-        "imports, errors, constants, environment variables, options, and headings and terms of documents."
+        f"{counted(total, 'keyword')} of {counted(len(book.library.files), 'file')}: functions, classes, "
+        "parameters, imports, errors, constants, environment variables, options, and headings and terms of documents."
     )
-    return f"# Keyword index of {escape(book.library.name)}\n\n{intro}\n\n{table(['letter', 'keywords'], rows, most=len(rows))}\n"
+    held = table(["letter", "keywords"], rows, most=len(rows))
+    return f"# Keyword index of {escape(book.library.name)}\n\n{intro}\n\n{held}\n"
 
 
 def keywords_json(book: Book, found: Sequence[Keyword]) -> str:

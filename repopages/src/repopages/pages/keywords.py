@@ -29,8 +29,12 @@ _KINDS = (
 _DEPENDENCIES, _SAFETY, _TESTING = "Dependencies", "Security and safety", "Testing and usage"
 _SELF = frozenset(["self", "cls", "_", "__", "this"])
 _STOP = frozenset(
-    "a an and are as at be but by can do for from has have if in into is it its no not note of on or so that "
-    "the their then there these this to todo true false none null was we when which will with yes you your".split()
+    re.findall(
+        r"\w+",
+        "a an and are as at be but by can do false for from has have if in into is it its no none not note"
+        " null of on or so that the their then there these this to todo true was we when which will with yes"
+        " you your",
+    )
 )
 
 
@@ -96,12 +100,17 @@ def _all(book: Book, facts: Facts) -> Iterator[Keyword]:
 
 def _definitions(book: Book, facts: Facts) -> Iterator[Keyword]:
     anchors = book.anchors(facts.path)
+    around: dict[str, tuple[str, ...]] = {}
     for dotted, item in facts.walk():
         place = (facts.path, anchors[dotted], dotted)
         doc = parse(item.doc)
         yield Keyword(item.name, item.kind, *place, doc.summary)
         described = {field[1]: field[-1] for field in doc.fields if field[0] in ("param", "attribute")}
+        shared = around.get(dotted.rpartition(".")[0], ()) if item.name == "__init__" else ()
+        around[dotted] = item.parameters
         for name in dict.fromkeys([*item.parameters, *described]):
+            if name in shared:
+                continue  # the class has the parameters of its constructor
             text = " ".join(described.get(name, "").split())
             yield Keyword(name.lstrip("*"), "parameter", *place, text)
 

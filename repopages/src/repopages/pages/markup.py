@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from html import escape as html
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#~$&!^@])")
+_SPECIAL = re.compile(r"([\\`*{}\[\]<>#~$&!^@]|(?<![^\W_])_|_(?![^\W_]))")
 _START = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
 MOST_ROWS = 40
 """Number of rows that a table shows."""

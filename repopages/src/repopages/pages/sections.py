@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from repopages.pages.api import EXAMPLES, detailed, example, value_of, without_empty
-from repopages.pages.book import Page, described, unlinked
+from repopages.pages.book import Page, described, main_names, unlinked
 from repopages.pages.drawing import graph_of
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
 from repopages.reading.docstrings import inline, markdown, parse
@@ -81,8 +81,11 @@ def _silent(page: Page) -> str:
         )
     what = {"Python": "module docstring", "Markdown": "paragraph below a title", "JSON": "`description` key"}
     missing = what.get(facts.language, "comment at its top")
-    kinds = _kinds(page)
-    return f"The file has no {missing}" + (f". It defines {kinds}." if kinds else ".")
+    names = main_names(facts)
+    held = "Its keys" if facts.role == "data" else "It defines"
+    return f"The file has no {missing}" + (
+        f". {held}{':' if facts.role == 'data' else ''} {names}." if names else "."
+    )
 
 
 def source(page: Page) -> str:
@@ -290,7 +293,8 @@ def _roles(page: Page) -> list[str]:
         made.append("It imports only from outside the repository, and no file of the repository imports it.")
     elif facts.role in ("document", "data", "other"):
         made.append(
-            f"A {facts.role if facts.role != 'other' else 'file'} in {page.folder(facts.folder)}, which no source imports."
+            f"A {'file' if facts.role == 'other' else facts.role} in {page.folder(facts.folder)}, "
+            "which no source imports."
         )
     else:
         made.append("It has no imports, and no file of the repository imports it.")

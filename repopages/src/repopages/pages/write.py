@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from repopages import __version__
@@ -185,7 +186,7 @@ def _write_files(book: Book, output: _Output, progress: Progress | None) -> None
         if dialect.keyword_pages:
             address = dialect.top + file_keywords(path) + ".md"
             digest = _digest(library.files[path].digest, library.module(path))
-            output.put(address, digest, lambda path=path: keyword_page(Page(book, path)))
+            output.put(address, digest, partial(keyword_page, Page(book, path)))
     if progress:
         progress("pages", len(library.files), len(library.files))
 
@@ -232,8 +233,8 @@ def _write_folders(book: Book, output: _Output) -> None:
         folder = FolderPage(book, path)
         outside = [(library.importers(file), library.tests(file)) for file in folder.files]
         digest = _digest([below[file] for file in folder.files], outside, held)
-        output.put(f"{top}{folder_index(path)}.md", digest, lambda folder=folder: index_of(folder))
-        output.put(f"{top}{folder_page(path)}.md", digest, lambda folder=folder: page_of(folder))
+        output.put(f"{top}{folder_index(path)}.md", digest, partial(index_of, folder))
+        output.put(f"{top}{folder_page(path)}.md", digest, partial(page_of, folder))
 
 
 def _write_keywords(book: Book, output: _Output, found: list[Keyword]) -> None:
@@ -250,7 +251,7 @@ def _write_keywords(book: Book, output: _Output, found: list[Keyword]) -> None:
         output.put(
             f"{address}.md",
             digest,
-            lambda address=address, title=title, words=words: letter_page(book, address, title, words),
+            partial(letter_page, book, address, title, words),
         )
     output.put(f"{KEYWORDS}.md", _digest(pages, len(book.library.files)), lambda: letters_page(book, pages))
     output.put("keywords.json", _digest(found), lambda: keywords_json(book, found))

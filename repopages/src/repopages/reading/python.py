@@ -15,7 +15,13 @@ from repopages.reading.python_source import Function, Source, parse
 _Fact = TypeVar("_Fact", Import, Error, Mention, Finding)
 _BUILTINS = frozenset(dir(builtins))
 _OPTION = re.compile(r"--?[A-Za-z0-9?][\w.-]*$")
-_ENVIRONMENT = ("os.environ.get", "os.environ.setdefault", "os.environ.pop", "os.environ.__getitem__", "os.getenv")
+_ENVIRONMENT = (
+    "os.environ.get",
+    "os.environ.setdefault",
+    "os.environ.pop",
+    "os.environ.__getitem__",
+    "os.getenv",
+)
 
 
 def read(facts: Facts) -> Facts:
@@ -41,7 +47,9 @@ def read(facts: Facts) -> Facts:
         findings=_in_order(findings(source, is_test=is_test)),
         mentions=_in_order([*_environment(source), *_options(source)]),
         names=frozenset(_names(source)),
-        tests=sum(_is_test(source, node, is_test) for node in source.of(ast.FunctionDef, ast.AsyncFunctionDef)),
+        tests=sum(
+            _is_test(source, node, is_test) for node in source.of(ast.FunctionDef, ast.AsyncFunctionDef)
+        ),
     )
 
 
@@ -85,7 +93,11 @@ def _imports(source: Source) -> Iterator[Import]:
         inside, types_only = _situation(source, node)
         for name in node.names:
             yield Import(
-                module=name.name, alias=name.asname or "", line=node.lineno, inside=inside, types_only=types_only
+                module=name.name,
+                alias=name.asname or "",
+                line=node.lineno,
+                inside=inside,
+                types_only=types_only,
             )
     for node in source.of(ast.ImportFrom):
         inside, types_only = _situation(source, node)
@@ -124,7 +136,11 @@ def _raised(source: Source) -> Iterator[Error]:
             called = error.func if isinstance(error, ast.Call) else error
             message = _message(error.args[0]) if isinstance(error, ast.Call) and error.args else ""
             name = source.dotted(called)
-            if isinstance(error, ast.Call) and isinstance(called, ast.Attribute) and called.attr == "with_traceback":
+            if (
+                isinstance(error, ast.Call)
+                and isinstance(called, ast.Attribute)
+                and called.attr == "with_traceback"
+            ):
                 called, name, message = called.value, source.dotted(called.value), ""
             names = [name]
             if isinstance(called, ast.Call):  # raise ValueError("...").with_traceback(...)
@@ -194,8 +210,15 @@ def _caught(source: Source) -> Iterator[Error]:
 
 def _handled(source: Source, node: ast.expr | None) -> list[str]:
     elements = node.elts if isinstance(node, ast.Tuple) else [node] if node is not None else []
-    return [name for element in elements if (name := source.dotted(getattr(element, "value", element))
-                                             if isinstance(element, ast.Starred) else source.dotted(element))]
+    return [
+        name
+        for element in elements
+        if (
+            name := source.dotted(getattr(element, "value", element))
+            if isinstance(element, ast.Starred)
+            else source.dotted(element)
+        )
+    ]
 
 
 def _environment(source: Source) -> Iterator[Mention]:
@@ -212,11 +235,16 @@ def _environment(source: Source) -> Iterator[Mention]:
         if source.spelt(node.value) == "os.environ":
             yield from mention(node.slice)
     for compare in source.of(ast.Compare):
-        if isinstance(compare.ops[0], ast.In | ast.NotIn) and source.spelt(compare.comparators[0]) == "os.environ":
+        if (
+            isinstance(compare.ops[0], ast.In | ast.NotIn)
+            and source.spelt(compare.comparators[0]) == "os.environ"
+        ):
             yield from mention(compare.left)
     for call in source.of(ast.Call):
         name = source.spelt(call.func)
-        if call.args and (name in _ENVIRONMENT or name.endswith(("monkeypatch.setenv", "monkeypatch.delenv"))):
+        if call.args and (
+            name in _ENVIRONMENT or name.endswith(("monkeypatch.setenv", "monkeypatch.delenv"))
+        ):
             default = call.args[1] if len(call.args) > 1 and not name.endswith("env") else None
             default = call.args[1] if len(call.args) > 1 and name == "os.getenv" else default
             yield from mention(call.args[0], default)
@@ -261,7 +289,10 @@ def _parameter_of(source: Source, call: ast.Call) -> list[str]:
     if function is None:
         return []
     placed = [*function.args.posonlyargs, *function.args.args]
-    pairs = [*zip(reversed(placed), reversed(function.args.defaults)), *zip(function.args.kwonlyargs, function.args.kw_defaults)]
+    pairs = [
+        *zip(reversed(placed), reversed(function.args.defaults)),
+        *zip(function.args.kwonlyargs, function.args.kw_defaults),
+    ]
     around = {call, *source.around(call)}
     return [argument.arg for argument, default in pairs if default is call] or [
         argument.arg for argument in [*placed, *function.args.kwonlyargs] if argument in around

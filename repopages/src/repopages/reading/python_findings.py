@@ -15,30 +15,50 @@ _PATTERN, _PERFORMANCE, _SECURITY = "pattern", "performance", "security"
 
 _CALLS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(["eval", "exec", "compile"], (_SECURITY, "runs text as code")),
-    **dict.fromkeys(["pickle.load", "pickle.loads", "pickle.Unpickler"], (_SECURITY, "unpickles, which can run any code")),
-    **dict.fromkeys(["marshal.load", "marshal.loads"], (_SECURITY, "loads marshalled data, which is not checked")),
+    **dict.fromkeys(
+        ["pickle.load", "pickle.loads", "pickle.Unpickler"], (_SECURITY, "unpickles, which can run any code")
+    ),
+    **dict.fromkeys(
+        ["marshal.load", "marshal.loads"], (_SECURITY, "loads marshalled data, which is not checked")
+    ),
     **dict.fromkeys(
         ["shelve.open", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads", "joblib.load"],
         (_SECURITY, "unpickles, which can run any code"),
     ),
     **dict.fromkeys(["os.system", "os.popen", "subprocess.getoutput"], (_SECURITY, "runs a shell command")),
-    **dict.fromkeys(["subprocess.getstatusoutput", "asyncio.create_subprocess_shell"], (_SECURITY, "runs a shell command")),
-    **dict.fromkeys(["os.fork", "os.forkpty", "os.posix_spawn", "pty.spawn"], (_SECURITY, "starts a process")),
+    **dict.fromkeys(
+        ["subprocess.getstatusoutput", "asyncio.create_subprocess_shell"], (_SECURITY, "runs a shell command")
+    ),
+    **dict.fromkeys(
+        ["os.fork", "os.forkpty", "os.posix_spawn", "pty.spawn"], (_SECURITY, "starts a process")
+    ),
     **dict.fromkeys(["asyncio.create_subprocess_exec", "os.startfile"], (_SECURITY, "starts a process")),
     **dict.fromkeys(["os.kill", "os.killpg"], (_SECURITY, "sends a signal to a process")),
-    **dict.fromkeys(["socket.socket", "socket.create_connection", "socket.socketpair"], (_SECURITY, "opens a socket")),
+    **dict.fromkeys(
+        ["socket.socket", "socket.create_connection", "socket.socketpair"], (_SECURITY, "opens a socket")
+    ),
     **dict.fromkeys(["socket.create_server", "asyncio.start_server"], (_SECURITY, "listens on a socket")),
     **dict.fromkeys(["asyncio.start_unix_server", "asyncio.open_connection"], (_SECURITY, "opens a socket")),
-    **dict.fromkeys(["urllib.request.urlopen", "urllib.request.urlretrieve"], (_SECURITY, "sends a network request")),
+    **dict.fromkeys(
+        ["urllib.request.urlopen", "urllib.request.urlretrieve"], (_SECURITY, "sends a network request")
+    ),
     **dict.fromkeys(["os.remove", "os.unlink", "os.rmdir", "os.removedirs"], (_SECURITY, "deletes files")),
     "shutil.rmtree": (_SECURITY, "deletes a folder with all in it"),
     **dict.fromkeys(["os.rename", "os.replace", "os.renames", "shutil.move"], (_SECURITY, "moves files")),
-    **dict.fromkeys(["shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree"], (_SECURITY, "writes files")),
-    **dict.fromkeys(["os.mkdir", "os.makedirs", "os.symlink", "os.link"], (_SECURITY, "creates folders or links")),
+    **dict.fromkeys(
+        ["shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree"], (_SECURITY, "writes files")
+    ),
+    **dict.fromkeys(
+        ["os.mkdir", "os.makedirs", "os.symlink", "os.link"], (_SECURITY, "creates folders or links")
+    ),
     **dict.fromkeys(["os.chmod", "os.chown", "os.umask"], (_SECURITY, "changes permissions")),
-    **dict.fromkeys(["torch.save", "numpy.save", "numpy.savez", "numpy.savetxt"], (_SECURITY, "writes files")),
+    **dict.fromkeys(
+        ["torch.save", "numpy.save", "numpy.savez", "numpy.savetxt"], (_SECURITY, "writes files")
+    ),
     "tempfile.mktemp": (_SECURITY, "temporary name that another process can take first"),
-    **dict.fromkeys(["yaml.unsafe_load", "yaml.full_load"], (_SECURITY, "YAML that can construct Python objects")),
+    **dict.fromkeys(
+        ["yaml.unsafe_load", "yaml.full_load"], (_SECURITY, "YAML that can construct Python objects")
+    ),
     **dict.fromkeys(["ctypes.CDLL", "ctypes.PyDLL", "ctypes.WinDLL"], (_SECURITY, "loads native code")),
     **dict.fromkeys(["ctypes.cdll.LoadLibrary", "torch.ops.load_library"], (_SECURITY, "loads native code")),
     "ssl._create_unverified_context": (_SECURITY, "TLS certificates are not checked"),
@@ -47,21 +67,38 @@ _CALLS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(["time.sleep", "asyncio.sleep"], (_PERFORMANCE, "sleeps")),
     **dict.fromkeys(["threading.Thread", "threading.Timer"], (_PERFORMANCE, "starts a thread")),
     **dict.fromkeys(["concurrent.futures.ThreadPoolExecutor"], (_PERFORMANCE, "pool of threads")),
-    **dict.fromkeys(["concurrent.futures.ProcessPoolExecutor", "multiprocessing.Pool"], (_PERFORMANCE, "pool of processes")),
-    **dict.fromkeys(["torch.multiprocessing.Pool", "multiprocessing.pool.Pool"], (_PERFORMANCE, "pool of processes")),
+    **dict.fromkeys(
+        ["concurrent.futures.ProcessPoolExecutor", "multiprocessing.Pool"],
+        (_PERFORMANCE, "pool of processes"),
+    ),
+    **dict.fromkeys(
+        ["torch.multiprocessing.Pool", "multiprocessing.pool.Pool"], (_PERFORMANCE, "pool of processes")
+    ),
     "multiprocessing.pool.ThreadPool": (_PERFORMANCE, "pool of threads"),
-    **dict.fromkeys(["multiprocessing.Process", "torch.multiprocessing.Process"], (_PERFORMANCE, "starts a process of Python")),
+    **dict.fromkeys(
+        ["multiprocessing.Process", "torch.multiprocessing.Process"],
+        (_PERFORMANCE, "starts a process of Python"),
+    ),
     **dict.fromkeys(["torch.multiprocessing.spawn"], (_PERFORMANCE, "starts a process of Python")),
     **dict.fromkeys(["asyncio.gather", "asyncio.create_task"], (_PERFORMANCE, "concurrent tasks")),
     "torch.compile": (_PERFORMANCE, "compiled by torch"),
-    **dict.fromkeys(["torch.cuda.synchronize", "torch.accelerator.synchronize"], (_PERFORMANCE, "waits for the GPU")),
+    **dict.fromkeys(
+        ["torch.cuda.synchronize", "torch.accelerator.synchronize"], (_PERFORMANCE, "waits for the GPU")
+    ),
     "torch.cuda.empty_cache": (_PERFORMANCE, "returns cached GPU memory"),
     **dict.fromkeys(["torch.no_grad", "torch.inference_mode"], (_PERFORMANCE, "without autograd")),
     **dict.fromkeys(["heapq.heappush", "heapq.heappop", "heapq.heapify"], (_PERFORMANCE, "heap")),
-    **dict.fromkeys(["bisect.bisect", "bisect.bisect_left", "bisect.bisect_right", "bisect.insort"], (_PERFORMANCE, "binary search")),
+    **dict.fromkeys(
+        ["bisect.bisect", "bisect.bisect_left", "bisect.bisect_right", "bisect.insort"],
+        (_PERFORMANCE, "binary search"),
+    ),
     "functools.partial": (_PATTERN, "partial application"),
-    **dict.fromkeys(["weakref.ref", "weakref.proxy", "weakref.WeakKeyDictionary"], (_PATTERN, "weak reference")),
-    **dict.fromkeys(["weakref.WeakValueDictionary", "weakref.WeakSet", "weakref.finalize"], (_PATTERN, "weak reference")),
+    **dict.fromkeys(
+        ["weakref.ref", "weakref.proxy", "weakref.WeakKeyDictionary"], (_PATTERN, "weak reference")
+    ),
+    **dict.fromkeys(
+        ["weakref.WeakValueDictionary", "weakref.WeakSet", "weakref.finalize"], (_PATTERN, "weak reference")
+    ),
     "atexit.register": (_PATTERN, "runs a function when Python exits"),
     "signal.signal": (_PATTERN, "handles a signal"),
     "warnings.warn": (_PATTERN, "issues a warning"),
@@ -170,7 +207,9 @@ _PROTOCOLS: dict[str, str] = {
     "__del__": "finalizer",
 }
 
-_SECRET = re.compile(r"(^|_)(password|passwd|secret|secret_key|api_?key|access_token|auth_token|private_key)$", re.I)
+_SECRET = re.compile(
+    r"(^|_)(password|passwd|secret|secret_key|api_?key|access_token|auth_token|private_key)$", re.I
+)
 _SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|DROP|ALTER)\s", re.I)
 
 
@@ -223,7 +262,9 @@ def _calls(source: Source) -> Found:
 def _runs(name: str) -> bool:
     """Tell whether a call does something, unlike those that make an exception or a constant."""
     last = name.rpartition(".")[2]
-    made = last in ("Popen", "Session", "Client", "AsyncClient") or last.endswith(("TemporaryFile", "Directory"))
+    made = last in ("Popen", "Session", "Client", "AsyncClient") or last.endswith(
+        ("TemporaryFile", "Directory")
+    )
     return last[:1].islower() or made
 
 
@@ -234,7 +275,11 @@ def _options_of_calls(source: Source) -> Found:
         words = {word.arg: word.value for word in node.keywords}
         first = node.args[0] if node.args else None
         if name == "torch.load" and not _is(words.get("weights_only"), True):
-            how = "with weights_only=False" if _is(words.get("weights_only"), False) else "without weights_only=True"
+            how = (
+                "with weights_only=False"
+                if _is(words.get("weights_only"), False)
+                else "without weights_only=True"
+            )
             yield _SECURITY, f"torch.load {how}, which can run any code", node
         if name == "numpy.load" and _is(words.get("allow_pickle"), True):
             yield _SECURITY, "unpickles, which can run any code", node
@@ -253,7 +298,11 @@ def _options_of_calls(source: Source) -> Found:
             yield _SECURITY, "imports a module whose name is computed", node
         if _opens_for_writing(source, node, name):
             yield _SECURITY, "writes files", node
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("execute", "executemany") and _is_sql(first):
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("execute", "executemany")
+            and _is_sql(first)
+        ):
             yield _SECURITY, "SQL text built from values", node
 
 
@@ -313,9 +362,15 @@ def _secrets(source: Source) -> Found:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [source.dotted(target).rpartition(".")[2] for target in targets]
         if any(_SECRET.search(name) for name in names) and node.value is not None:
-            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) and len(node.value.value) > 3:
+            if (
+                isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+                and len(node.value.value) > 3
+            ):
                 yield _SECURITY, "text in a variable with the name of a secret", node
-            called = [source.spelt(inner.func) for inner in ast.walk(node.value) if isinstance(inner, ast.Call)]
+            called = [
+                source.spelt(inner.func) for inner in ast.walk(node.value) if isinstance(inner, ast.Call)
+            ]
             if any(name.startswith("random.") for name in called):
                 yield _SECURITY, "secret from a predictable random number", node
     for word in source.of(ast.keyword):
@@ -384,7 +439,10 @@ def _statements(source: Source) -> Found:
     for name in source.of(ast.Global):
         yield _PATTERN, "function that changes module state (global)", name
     for test in source.tree.body:
-        if isinstance(test, ast.If) and source.written(test.test).replace("'", '"') == '__name__ == "__main__"':
+        if (
+            isinstance(test, ast.If)
+            and source.written(test.test).replace("'", '"') == '__name__ == "__main__"'
+        ):
             yield _PATTERN, "runs as a program", test
     for imported in source.of(ast.Import, ast.ImportFrom):
         around = list(source.around(imported))
@@ -402,7 +460,9 @@ def _registries(source: Source) -> Found:
     empty = {}
     for node in source.tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and source.dotted(value.func) == "dict"):
+        if isinstance(value, ast.Dict) or (
+            isinstance(value, ast.Call) and source.dotted(value.func) == "dict"
+        ):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             empty |= {target.id: node for target in targets if isinstance(target, ast.Name)}
     for entry in source.of(ast.Subscript):

@@ -88,7 +88,9 @@ class _Reader:
         return f"({', '.join(parts)})", tuple(argument.arg for argument in [*placed, *more])
 
     def _parameter(self, argument: ast.arg, default: ast.expr | None) -> str:
-        return _declared(argument.arg, self._source.written(argument.annotation), self._source.written(default))
+        return _declared(
+            argument.arg, self._source.written(argument.annotation), self._source.written(default)
+        )
 
     def _class(self, node: ast.ClassDef) -> Item:
         source, kind = self._source, self._kind(node)
@@ -100,14 +102,18 @@ class _Reader:
         return Item(
             name=node.name,
             kind=kind,
-            signature=made.signature.rpartition(" -> ")[0] or made.signature if made else _constructor(fields),
+            signature=made.signature.rpartition(" -> ")[0] or made.signature
+            if made
+            else _constructor(fields),
             doc=_docstring(node) or source.comment(above),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             parameters=made.parameters if made else tuple(name for name, _, _ in fields),
             members=_united([*members, *self._own_attributes(node)]),
             decorators=decorators,
-            bases=tuple(source.written(base) for base in [*node.bases, *(word.value for word in node.keywords)]),
+            bases=tuple(
+                source.written(base) for base in [*node.bases, *(word.value for word in node.keywords)]
+            ),
             public=_is_public(node.name),
         )
 
@@ -169,7 +175,9 @@ class _Reader:
             if name in ("", "__all__", "__slots__"):
                 continue
             if isinstance(value, ast.Lambda):
-                yield self._lambda(name, value, node, below, "function" if place in ("module", "function") else "method")
+                yield self._lambda(
+                    name, value, node, below, "function" if place in ("module", "function") else "method"
+                )
             elif place == "enum" and not re.fullmatch(r"_\w*_", name):
                 yield self._value(name, node, below, "member" if value is not None else "attribute")
             elif place == "class":
@@ -228,7 +236,10 @@ def _listed(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.replace(",", " ").split()
     elements = node.elts if isinstance(node, ast.List | ast.Tuple) else getattr(node, "keys", [])
-    firsts = [element.elts[0] if isinstance(element, ast.Tuple) and element.elts else element for element in elements]
+    firsts = [
+        element.elts[0] if isinstance(element, ast.Tuple) and element.elts else element
+        for element in elements
+    ]
     return [str(first.value) for first in firsts if isinstance(first, ast.Constant)]
 
 
@@ -248,7 +259,11 @@ def _flat(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def _targets(node: ast.stmt) -> Iterator[ast.expr]:
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", getattr(node, "name", None))]
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [getattr(node, "target", getattr(node, "name", None))]
+    )
     for target in targets:
         yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 

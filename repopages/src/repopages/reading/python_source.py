@@ -69,7 +69,9 @@ class Source:
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 break
             # What a loop iterates over, and its `else`, run once.
-            once = isinstance(outer, Loop) and (inner is getattr(outer, "iter", None) or inner in outer.orelse)
+            once = isinstance(outer, Loop) and (
+                inner is getattr(outer, "iter", None) or inner in outer.orelse
+            )
             count += isinstance(outer, Loop) and not once
         return count
 
@@ -85,7 +87,11 @@ class Source:
         first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
         if first != last or not 0 < first <= len(self.lines):
             return self._joined(node, first, last)
-        line, start, end = self.lines[first - 1], getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+        line, start, end = (
+            self.lines[first - 1],
+            getattr(node, "col_offset", 0),
+            getattr(node, "end_col_offset", 0),
+        )
         # Columns count bytes of UTF-8.
         return line[start:end] if line.isascii() else line.encode()[start:end].decode(errors="replace")
 
@@ -185,7 +191,9 @@ def parse(text: str) -> tuple[Source, str]:
             if not _blank(lines, int(blamed[1]) if blamed else error.lineno or 0):
                 break
         except (ValueError, RecursionError, MemoryError) as error:
-            problem = problem or (str(error) if isinstance(error, ValueError) else "nested too deeply to parse")
+            problem = problem or (
+                str(error) if isinstance(error, ValueError) else "nested too deeply to parse"
+            )
             break
     return Source("", ast.parse("")), problem
 
