@@ -98,6 +98,7 @@ class Reader:
         loops: Node types of loops.
         evidence: Node types that are findings by themselves, with topic and label.
         effects: Called names that are findings, with topic and label. See `rules`.
+        shared_top: Whether a comment at the top directly above a definition is about the file as well.
         getters: Called names whose first argument is an environment variable.
     """
 
@@ -115,6 +116,7 @@ class Reader:
     evidence: ClassVar[dict[str, tuple[str, str]]] = {}
     effects: ClassVar[dict[str, tuple[str, str]]] = {}
     getters: ClassVar[frozenset[str]] = frozenset()
+    shared_top: ClassVar[bool] = False
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -190,7 +192,7 @@ class Reader:
         self.finish()
         self._beside(self.file)
         _join(self.file)
-        first = min((draft.row for draft in self.file.members), default=None)
+        first = min((draft.row for draft in self.file.members), default=None) if not self.shared_top else None
         return replace(
             self.facts,
             problem=self._problem(tree.root_node),
