@@ -77,12 +77,12 @@ _MISLEADING = {"POVRay"}
 """What Pygments says of .inc, which is a fragment of C, PHP or a makefile more often."""
 
 _DOCUMENTS = {"Markdown", "reStructuredText", "Notebook", "Text", "AsciiDoc", "TeX", "Org Mode", "Groff"}
-_DATA = set("TOML YAML JSON INI XML CSV Properties EditorConfig Diff DTD".split())
+_DATA = {"TOML", "YAML", "JSON", "INI", "XML", "CSV", "Properties", "EditorConfig", "Diff", "DTD"}
 _DATA_TEXT = re.compile(r"(requirements|constraints|robots|sources|top_level|entry_points).*\.txt$")
 """Files named .txt that programs read."""
 
 _CPP = re.compile(
-    rb"^\s*(?:class\s+\w|namespace\b|template\s*<|using\s|public:|private:|extern \"C\+\+\")|\bconstexpr\b|\bstd::"
+    rb"^\s*(?:class\s+\w|namespace\b|template\s*<|using\s|public:|private:)|\bconstexpr\b|\bstd::"
     rb"|#\s*include\s*<[a-z_]+>",
     re.MULTILINE,
 )
@@ -135,7 +135,7 @@ def _is_binary(head: bytes) -> bool:
     return b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"))
 
 
-_INTERPRETERS = {name: "Shell" for name in ("sh", "bash", "zsh", "dash", "ksh", "ash", "bats")} | {
+_INTERPRETERS = dict.fromkeys(("sh", "bash", "zsh", "dash", "ksh", "ash", "bats"), "Shell") | {
     "python": "Python",
     "pypy": "Python",
     "node": "JavaScript",
