@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from repopages.reading.cache import Progress, read_all
-from repopages.reading.model import Facts, Item, Section
+from repopages.reading.model import Facts, Import, Item, Section
 from repopages.reading.repository import Repository
 from repopages.relations.graph import Edge, Folder, Place, Use
 from repopages.relations.imports import Imports
@@ -80,7 +80,7 @@ class Library:
         self._modules = Modules(files, prefix)
         self._resolver = Imports(files, self.folders)
 
-    # Imports and links ---------------------------------------------------------------------------------------
+    # Imports and links ----------------------------------------------------------------------------
 
     def imports(self, path: str) -> list[Edge]:
         """Return the imports of `path` that lead to files of the repository, in the order of the file."""
@@ -94,13 +94,12 @@ class Library:
         """Return what `path` imports from "standard library" and from "other packages", each sorted."""
         facts = self.files[path]
         found: dict[str, set[str]] = {}
-        inside = {edge.line for edge in self.imports(path)}
-        for entry in facts.imports:
+        for entry in self._foreign.get(path, ()):
             if facts.language == "Python":
                 package = self._python_package(entry.module) if not entry.level else None
             else:
                 package = self._resolver.outside(entry, facts.language)
-            if package is not None and not (entry.line in inside and self._leads_inside(path, entry.line)):
+            if package is not None:
                 found.setdefault("standard library" if package[1] else "other packages", set()).add(
                     package[0]
                 )
@@ -128,7 +127,7 @@ class Library:
             chain.append(way)
         return chain[::-1] if chain[-1] == start else []
 
-    # Uses ----------------------------------------------------------------------------------------------------
+    # Uses -----------------------------------------------------------------------------------------
 
     def tests(self, path: str) -> list[Use]:
         """Return the test files that use `path`, or else those of the files that import it."""
@@ -161,7 +160,7 @@ class Library:
             found.update(dict(fresh[:_MOST_RELATED]))
         return list(found.items())
 
-    # Names ---------------------------------------------------------------------------------------------------
+    # Names ----------------------------------------------------------------------------------------
 
     def module(self, path: str) -> str:
         """Return the absolute dotted name of a Python module, or an empty text."""
@@ -235,7 +234,7 @@ class Library:
                     found[known] = place if known not in found else None
         return found
 
-    # Indexes, each computed once -----------------------------------------------------------------------------
+    # Indexes, each computed once ------------------------------------------------------------------
 
     @cached_property
     def _defined(self) -> dict[str, dict[str, Item]]:
@@ -251,7 +250,17 @@ class Library:
 
     @cached_property
     def _imports(self) -> dict[str, list[Edge]]:
-        found = {}
+        return self._resolved[0]
+
+    @cached_property
+    def _foreign(self) -> dict[str, list[Import]]:
+        return self._resolved[1]
+
+    @cached_property
+    def _resolved(self) -> tuple[dict[str, list[Edge]], dict[str, list[Import]]]:
+        """The imports of each file that lead to files of the repository, and the others."""
+        found: dict[str, list[Edge]] = {}
+        foreign: dict[str, list[Import]] = {}
         for path, facts in self.files.items():
             # Direct imports replace those through another file.
             held: dict[str, tuple[int, dict[str, None], str]] = {}
@@ -261,6 +270,8 @@ class Library:
                     targets = self._modules.targets(entry, path)
                 else:
                     targets = [(target, "") for target in self._resolver.targets(entry, facts)]
+                if not targets:
+                    foreign.setdefault(path, []).append(entry)
                 for target, through in targets:
                     if target != path:
                         line, known, way = held.get(target, (entry.line, {}, through))
@@ -269,7 +280,7 @@ class Library:
                 Edge(source=path, target=target, line=line, names=tuple(names), through=through)
                 for target, (line, names, through) in held.items()
             ]
-        return {path: edges for path, edges in found.items() if edges}
+        return found, foreign
 
     @cached_property
     def _importers(self) -> dict[str, list[Edge]]:
@@ -316,7 +327,7 @@ class Library:
                     queue.append(edge.target)
         return found
 
-    # Small questions -----------------------------------------------------------------------------------------
+    # Small questions ------------------------------------------------------------------------------
 
     def _python_package(self, module: str) -> tuple[str, bool] | None:
         top = module.partition(".")[0]
@@ -325,9 +336,6 @@ class Library:
         # Other modules of the package that the root is a part of are named in full.
         own = self.prefix and top == self.prefix.partition(".")[0]
         return (module if own else top), top in sys.stdlib_module_names and not own
-
-    def _leads_inside(self, path: str, line: int) -> bool:
-        return any(edge.line == line for edge in self.imports(path))
 
     def _counterparts(self, facts: Facts) -> Iterable[tuple[str, str]]:
         """Yield the header of an implementation, the implementation of a header, the stub of a module."""

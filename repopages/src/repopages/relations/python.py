@@ -48,7 +48,7 @@ class Modules:
         if prefix:
             self._packages.add("")
 
-    # Names ---------------------------------------------------------------------------------------------------
+    # Names ----------------------------------------------------------------------------------------
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -78,9 +78,9 @@ class Modules:
     def _namespace(self, folder: str, package: str) -> list[str]:
         """Return the parts of a folder without `__init__.py` by whose name its modules are imported.
 
-        Nothing in such a folder says whether it is a namespace (google/cloud/) or only holds scripts. The imports
-        of the repository do: the longest end of its path that any of them starts with, and that goes on with one
-        of its modules.
+        Nothing in such a folder says whether it is a namespace (google/cloud/) or only holds scripts. The
+        imports of the repository do: the longest end of its path that any of them starts with, and that goes on
+        with one of its modules.
         """
         parts = folder.split("/") if folder else []
         # Nothing at or above `src/` is part of a name.
@@ -88,9 +88,9 @@ class Modules:
         inside = {package} if package else self._inside.get(folder, set())
         for place in range(start, len(parts)):
             dotted = ".".join(parts[place:])
-            if dotted in self._asked and parts[place] not in sys.stdlib_module_names:
-                if any(f"{dotted}.{name}" in self._asked for name in inside):
-                    return parts[place:]
+            asked = dotted in self._asked and parts[place] not in sys.stdlib_module_names
+            if asked and any(f"{dotted}.{name}" in self._asked for name in inside):
+                return parts[place:]
         return []
 
     @cached_property
@@ -124,7 +124,7 @@ class Modules:
             name: sorted(paths, key=lambda path: not path.endswith(".py")) for name, paths in found.items()
         }
 
-    # Imports -------------------------------------------------------------------------------------------------
+    # Imports --------------------------------------------------------------------------------------
 
     def file(self, dotted: str, importer: str) -> str | None:
         """Return the file of an absolute module name as a file that imports it would find it, or None."""
@@ -231,7 +231,7 @@ class Modules:
             return self._file_of(f"{folder}/{entry.name}".lstrip("/"))
         return self.module_of(Import(module=f"{entry.module}.{entry.name}", level=entry.level), importer)
 
-    # Definitions ---------------------------------------------------------------------------------------------
+    # Definitions ----------------------------------------------------------------------------------
 
     def _items(self, path: str) -> dict[str, Item]:
         found = self._items_of.get(path)
@@ -364,7 +364,7 @@ class Modules:
                 return self.resolve(path, rest) if rest else Found(path)
         return None
 
-    # Public names --------------------------------------------------------------------------------------------
+    # Public names ---------------------------------------------------------------------------------
 
     @cached_property
     def public(self) -> dict[str, list[tuple[str, str, Item]]]:

@@ -61,7 +61,7 @@ class Uses:
         self._links = links
         self._public = public
 
-    # Tests and examples --------------------------------------------------------------------------------------
+    # Tests and examples ---------------------------------------------------------------------------
 
     @cached_property
     def tests(self) -> dict[str, list[Use]]:
@@ -109,9 +109,9 @@ class Uses:
                 names.setdefault(path, set()).add(name)
         else:
             for word in program.names:
-                path = self._defining(word.rpartition(".")[2], program)
-                if path is not None:
-                    names.setdefault(path, set()).add(word)
+                definer = self._defining(word.rpartition(".")[2], program)
+                if definer is not None:
+                    names.setdefault(definer, set()).add(word)
         subject = self._subject(program)
         if subject is not None:
             names.setdefault(subject, set())
@@ -174,7 +174,7 @@ class Uses:
                     found.setdefault((_family(facts), stem.lstrip("_")), []).append(path)
         return found
 
-    # Documents -----------------------------------------------------------------------------------------------
+    # Documents ------------------------------------------------------------------------------------
 
     @cached_property
     def documents(self) -> dict[str, list[tuple[str, Section]]]:
@@ -182,10 +182,10 @@ class Uses:
         scores: dict[str, dict[tuple[str, int], float]] = {}
         for path, facts in self._files.items():
             for edge in self._links.get(path, ()):
-                place = _section_at(facts, edge.line)
-                if place is not None:
+                position = _section_at(facts, edge.line)
+                if position is not None:
                     held = scores.setdefault(edge.target, {})
-                    held[path, place] = held.get((path, place), 0.0) + 10.0
+                    held[path, position] = held.get((path, position), 0.0) + 10.0
         for word, places in self._mentions.items():
             for place in places:
                 held = scores.setdefault(self._words[word], {})
@@ -193,8 +193,8 @@ class Uses:
                 held[place] = held.get(place, 0.0) + 1 / len(places)
         return {
             path: [
-                (document, self._files[document].sections[place])
-                for document, place in sorted(held, key=lambda key, held=held: (-held[key], key))  # type: ignore[misc]
+                (document, self._files[document].sections[position])
+                for _, document, position in sorted((-score, *place) for place, score in held.items())
                 if document != path
             ][:_MOST_DOCUMENTS]
             for path, held in scores.items()
@@ -216,7 +216,7 @@ class Uses:
 
     @cached_property
     def _words(self) -> dict[str, str]:
-        """The file of every name that only one file defines, and of every name of a file that is the only one."""
+        """The file of every name that only one file defines, and of every name that only one file has."""
         found: dict[str, str | None] = {}
         for path, facts in self._files.items():
             if facts.role == "source":
