@@ -5,6 +5,7 @@ Exit codes: 0 done · 1 failed · 2 wrong usage · 3 not possible on this machin
 
 import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -48,10 +49,16 @@ def main() -> None:
 
 
 _include = click.option(
-    "--include", multiple=True, metavar="GLOB", help="Only these files. A pattern as in .gitignore, repeatable."
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Only these files. A pattern as in .gitignore, repeatable.",
 )
 _exclude = click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="Not these files. A pattern as in .gitignore, repeatable."
+    "--exclude",
+    multiple=True,
+    metavar="GLOB",
+    help="Not these files. A pattern as in .gitignore, repeatable.",
 )
 _jobs = click.option("--jobs", type=click.IntRange(min=1), help="Processes. By default one for each core.")
 
@@ -98,7 +105,7 @@ def build(
     if form == "markdown":
         _build_markdown(library, folder, strict, as_json, progress)
         return
-    built = build_site(library, folder, jobs=jobs or 0, progress=progress)
+    built = build_site(library, folder, jobs=jobs, progress=progress)
     progress.end()
     _report(built, path, strict, as_json)
 
@@ -122,7 +129,9 @@ def _open(
             unwanted.append("/" + written.translate({ord(sign): f"\\{sign}" for sign in "*?[]!# \\"}))
     library = open_library(path, include=include, exclude=unwanted, jobs=jobs, progress=progress)
     if not library.files:
-        raise OptionError(f"path={path!r} has no files to document: .gitignore, --include and --exclude apply")
+        raise OptionError(
+            f"path={path!r} has no files to document: .gitignore, --include and --exclude apply"
+        )
     return library
 
 
@@ -132,17 +141,26 @@ def _report(built: Built, path: str, strict: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**asdict(built), "folder": str(built.folder)}, indent=2))
     else:
-        click.echo(f"{built.pages:,} pages, {built.written:,} of them new, {built.keywords:,} keywords", err=True)
+        click.echo(
+            f"{built.pages:,} pages, {built.written:,} of them new, {built.keywords:,} keywords", err=True
+        )
         if built.missing and not strict:
-            click.echo(f"{len(built.missing)} links of its documents lead nowhere: --strict lists them", err=True)
+            click.echo(
+                f"{len(built.missing)} links of its documents lead nowhere: --strict lists them", err=True
+            )
         click.echo((built.folder / "index.html").resolve())
     found = len(built.warnings) + len(built.missing)
     if strict and found:
         raise RepopagesError(f"the site of {path} has {found} warnings, shown above")
 
 
-def _build_markdown(library: Library, folder: Path, strict: bool, as_json: bool, progress: "_Progress") -> None:
-    written = write_pages(library, GitHub(), folder, progress)
+def _build_markdown(
+    library: Library, folder: Path, strict: bool, as_json: bool, progress: "_Progress"
+) -> None:
+    inside = folder.resolve().is_relative_to(library.root)
+    written = write_pages(
+        library, GitHub(root=os.path.relpath(library.root, folder) if inside else ""), folder, progress
+    )
     progress.end()
     for line in library.warnings:
         click.echo(line, err=True)
@@ -188,7 +206,9 @@ def find(keyword: str, path: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path", default=".")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 for any free one.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 for any free one."
+)
 @_include
 @_exclude
 @_jobs
@@ -205,13 +225,17 @@ def serve(path: str, port: int, include: tuple[str, ...], exclude: tuple[str, ..
 
     def rebuilt(out: Path) -> None:
         progress = _Progress()
-        built = build_site(_open(path, None, include, exclude, jobs, progress), out, jobs=jobs or 0, progress=progress)
+        built = build_site(
+            _open(path, None, include, exclude, jobs, progress), out, jobs=jobs, progress=progress
+        )
         progress.end()
         for line in built.warnings:
             click.echo(line, err=True)
         click.echo(f"{built.pages:,} pages, {built.written:,} of them new", err=True)
 
-    serve_site(path, port, rebuilt, include=include, exclude=exclude, say=lambda line: click.echo(line, err=True))
+    serve_site(
+        path, port, rebuilt, include=include, exclude=exclude, say=lambda line: click.echo(line, err=True)
+    )
 
 
 class _Progress:

@@ -104,6 +104,8 @@ class Site:
 def path_of(document: str, target: str) -> str:
     """Return the path in the repository that a document's link leads to, or one that begins with `..`."""
     there = unquote(re.split(r"[?#]", target, maxsplit=1)[0])
-    joined = there.lstrip("/") if there.startswith("/") else posixpath.join(posixpath.dirname(document), there)
+    joined = (
+        there.lstrip("/") if there.startswith("/") else posixpath.join(posixpath.dirname(document), there)
+    )
     path = posixpath.normpath(joined)
     return "" if path == "." else path

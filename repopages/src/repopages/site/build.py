@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -51,13 +52,15 @@ class Built:
     missing: tuple[str, ...]
 
 
-def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = lambda *_: None) -> Built:
+def build(
+    library: Library, out: Path, *, jobs: int | None = None, progress: Progress = lambda *_: None
+) -> Built:
     """Build the site of a repository.
 
     Args:
         library: The repository.
         out: Folder of the site. A site in it is updated, or replaced if it is that of another repository.
-        jobs: Number of processes.
+        jobs: Number of processes. By default, one for each core.
         progress: Called with a phase, the work done and all work.
 
     Returns:
@@ -81,7 +84,7 @@ def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = la
         if before.get(page) != digest:  # its listing or its sidebar changed, of which Sphinx does not know
             (out / f"{page}.html").unlink(missing_ok=True)
     old = _times(out)
-    environment, warnings = _run_sphinx(navigation, cache, out, jobs, progress)
+    environment, warnings = _run_sphinx(navigation, cache, out, jobs or os.cpu_count() or 1, progress)
     written = sum(old.get(name) != time for name, time in _times(out).items())
     _copy(site, environment, sources, out)
     _remove_others(out, set(environment.found_docs))
@@ -89,7 +92,9 @@ def build(library: Library, out: Path, *, jobs: int = 1, progress: Progress = la
     progress("checking links", 0, 1)
     broken = broken_links(out, _keyword_addresses(out))
     theirs = {f"{page}.html" for page in site.document_of}
-    missing = [line for page in environment.found_docs for line in environment.metadata[page].get("missing", ())]
+    missing = [
+        line for page in environment.found_docs for line in environment.metadata[page].get("missing", ())
+    ]
     missing += [line for line in broken if line.partition(": ")[0] in theirs]
     return Built(
         folder=out,
@@ -222,7 +227,9 @@ def _copy(site: Site, environment: Any, sources: Path, out: Path) -> None:
     """Copy the pictures that pages show, and the indexes for programs."""
     for name in _COPIED:
         shutil.copy(sources / name, out / name)
-    shown = {path for page in environment.found_docs for path in environment.metadata[page].get("pictures", ())}
+    shown = {
+        path for page in environment.found_docs for path in environment.metadata[page].get("pictures", ())
+    }
     for path in sorted(shown):
         target = out / PICTURES / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,11 @@ def write_documents(site: Site, folder: Path) -> None:
 def _introduction(site: Site) -> str:
     """Return the start page of a repository without a README in Markdown."""
     readmes = [path for path in site.library.folders[""].files if path.lower().startswith("readme")]
-    links = [link(code(path), relative(START, f"{page}.html")) for page, path in site.file_of.items() if path in readmes]
+    links = [
+        link(code(path), relative(START, f"{page}.html"))
+        for page, path in site.file_of.items()
+        if path in readmes
+    ]
     return f"Its README is {', '.join(links)}." if links else "It has no README."
 
 

@@ -1,6 +1,6 @@
 """Raw HTML of documents, reduced to an allow list of tags, attributes and addresses.
 
-A repository's Markdown is written by others. What is not on the lists below cannot run, load or send anything.
+A repository's Markdown is written by others. What passes the lists cannot run, load or send anything.
 """
 
 import re
@@ -16,9 +16,12 @@ Resolve = Callable[[str], str | None]
 Picture = Callable[[str, str, bool], str]
 
 _TAGS = frozenset(
-    "a abbr b blockquote br caption center code dd del details div dl dt em figcaption figure h1 h2 h3 h4 h5 h6"
-    " hr i img input ins kbd li mark ol p picture pre q s samp small span strike strong sub summary sup table tbody"
-    " td tfoot th thead tr tt u ul var wbr".split()
+    re.findall(
+        r"\w+",
+        """a abbr b blockquote br caption center code dd del details div dl dt em figcaption figure
+        h1 h2 h3 h4 h5 h6 hr i img input ins kbd li mark ol p picture pre q s samp small span strike strong sub
+        summary sup table tbody td tfoot th thead tr tt u ul var wbr""",
+    )
 )
 _PARTS = frozenset(["caption", "tbody", "td", "tfoot", "th", "thead", "tr"])
 _VOID = frozenset(["br", "hr", "img", "input", "wbr"])
@@ -59,7 +62,7 @@ class Inert(HTMLParser):
         self._parts: list[str] = []
 
     def clean(self, text: str) -> str:
-        """Return a piece of HTML without all that is not on the lists. Tags may be closed by a later piece."""
+        """Return what the lists allow of a piece of HTML. A later piece may close its tags."""
         self.feed(text)
         self.close()  # a tag that is cut off becomes text
         self.reset()
@@ -81,13 +84,17 @@ class Inert(HTMLParser):
         if tag not in _TAGS or (tag in _PARTS and "table" not in self._open):
             return
         if tag == "img":
-            size = "".join(f' {name}="{escape(given[name])}"' for name in ("width", "height") if name in given)
+            size = "".join(
+                f' {name}="{escape(given[name])}"' for name in ("width", "height") if name in given
+            )
             linked = "a" in self._open
             drawn = self._picture(given.get("src", ""), given.get("alt", ""), linked)
             self._parts.append(drawn.replace("<img", f"<img{size}", 1) if drawn.startswith("<img") else drawn)
         elif tag == "input":
             if given.get("type") == "checkbox":
-                self._parts.append(f'<input type="checkbox" disabled{" checked" if "checked" in given else ""}>')
+                self._parts.append(
+                    f'<input type="checkbox" disabled{" checked" if "checked" in given else ""}>'
+                )
         else:
             kept = {name: value for name, value in given.items() if self._allowed(tag, name)}
             if "href" in kept:
@@ -99,9 +106,7 @@ class Inert(HTMLParser):
                 self._open.append(tag)
 
     def _allowed(self, tag: str, name: str) -> bool:
-        return (
-            name in _EVERYWHERE or name in _ATTRIBUTES.get(tag, ()) or (self._trusted and name == "class")
-        )
+        return name in _EVERYWHERE or name in _ATTRIBUTES.get(tag, ()) or (self._trusted and name == "class")
 
     def handle_endtag(self, tag: str) -> None:
         """Close a tag that is open, and those inside it. One that is not open would close the page's own."""

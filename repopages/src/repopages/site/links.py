@@ -46,7 +46,9 @@ def _is_broken(base: str, link: str, files: set[str], anchors: dict[str, frozens
         return False
     there = unquote(address.partition("?")[0])
     target = posixpath.normpath(posixpath.join(base, there)) if there else base
-    return target not in files or (bool(anchor) and target in anchors and unquote(anchor) not in anchors[target])
+    return target not in files or (
+        bool(anchor) and target in anchors and unquote(anchor) not in anchors[target]
+    )
 
 
 def _anchors_and_links(page: Path) -> tuple[frozenset[str], frozenset[str]]:

@@ -1,7 +1,7 @@
 """The Markdown that Sphinx reads: GitHub's, without directives or roles, and with inert HTML.
 
-MyST's own parser applies a document's front matter, by which a document could enable directives that read files.
-The parser here has no directives, whatever a document says.
+MyST's own parser applies a document's front matter, by which a document could enable directives, which read
+files. The parser here has no directives, whatever a document says.
 """
 
 import posixpath

@@ -3,13 +3,18 @@
 Their cost does not grow with the repository: a page lists its neighbours, and folders lead to all others.
 """
 
+from functools import lru_cache
 from html import escape
+from typing import TypeVar
 
 from repopages.pages.addresses import KEYWORDS, file_page, folder_index, folder_page, relative
 from repopages.site.addresses import DOCUMENTS, START, Site
 
 _MOST_DOCUMENTS = 40
 _MOST_NEIGHBOURS = 30
+_PROGRAMS = ("keywords.json", "llms.txt", "objects.inv")
+
+Entry = TypeVar("Entry")
 
 
 class Navigation:
@@ -35,7 +40,7 @@ class Navigation:
         return self._top + folder_index(path)
 
     def breadcrumbs(self, page: str) -> str:
-        """Return the path of a page, each folder of it a link, and the way between a file and its document."""
+        """Return the path of a page linked to its folders, and a link between a file and its document."""
         path = self._path(page)
         if page == START or (not path and page not in self.site.folder_of):
             return ""
@@ -78,7 +83,7 @@ class Navigation:
         return self.site.library.files[path].title or path.rpartition("/")[2]
 
     def _tree(self, page: str, folder: str, around: str) -> str:
-        """Return the entries of a folder: its folders, open on the way to the page, and its files near the page."""
+        """Return the entries of a folder: folders, open on the way to the page, and files near the page."""
         library = self.site.library
         parts, level = [], folder.count("/") + 2 if folder else 1
         for path in library.folders[folder].folders:
@@ -98,7 +103,11 @@ class Navigation:
         library = self.site.library
         links = [
             (DOCUMENTS, "All documents", f"{len(self.site.documents):,} Markdown files, to read"),
-            (self._folder(""), "All files", f"{len(library.files):,} files in {len(library.folders):,} folders"),
+            (
+                self._folder(""),
+                "All files",
+                f"{len(library.files):,} files in {len(library.folders):,} folders",
+            ),
             (self._top + folder_page(""), "About the repository", "structure, languages and imports"),
             (KEYWORDS, "All keywords", "functions, classes, parameters, imports, options and terms"),
         ]
@@ -106,14 +115,14 @@ class Navigation:
             f"<li>{_anchor(_to(START, target), title)}<span>{text}</span></li>"
             for target, title, text in links
         ]
-        programs = '<a href="keywords.json">keywords.json</a> · <a href="llms.txt">llms.txt</a> · <a href="objects.inv">objects.inv</a>'
+        programs = " · ".join(f'<a href="{name}">{name}</a>' for name in _PROGRAMS)
         return (
             f'<section class="whole-site"><h2>This site</h2><ul>{"".join(rows)}</ul>'
             f"<p>For programs: {programs}</p></section>"
         )
 
 
-def _window(listed: list, here: object) -> list:
+def _window(listed: list[Entry], here: Entry) -> list[Entry]:
     """Return the entries around one of them, if there are too many."""
     if len(listed) <= _MOST_NEIGHBOURS:
         return listed
@@ -127,7 +136,13 @@ def _caption(text: str) -> str:
 
 
 def _to(page: str, target: str) -> str:
-    return relative(page, f"{target}.html")
+    return _from_folder(page.rpartition("/")[0], target)
+
+
+@lru_cache(maxsize=100_000)
+def _from_folder(folder: str, target: str) -> str:
+    """Return the link from any page of a folder. Pages of one folder have most links in common."""
+    return relative(f"{folder}/page" if folder else "page", f"{target}.html")
 
 
 def _anchor(address: str, text: str) -> str:

@@ -4,8 +4,9 @@ Python's public names are objects of the `py` domain, so that other projects lin
 Definitions of other languages are objects of the domain here.
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from sphinx.domains import Domain, ObjType
 from sphinx.environment import BuildEnvironment
@@ -13,10 +14,11 @@ from sphinx.environment import BuildEnvironment
 from repopages.reading.model import Facts
 from repopages.relations.library import Library
 
-_KINDS = (
-    "class constant enum exception function interface macro member method namespace property struct trait type"
-    " variable"
-).split()
+_KINDS = re.findall(
+    r"\w+",
+    """class concept constant enum exception function interface kernel macro member method module namespace
+    object property struct trait type union variable""",
+)
 _PYTHON = {
     "function": "function",
     "class": "class",
@@ -37,8 +39,8 @@ class Definitions(Domain):
 
     name = "source"
     label = "source"
-    object_types = {kind: ObjType(kind) for kind in _KINDS}
-    initial_data: dict[str, Any] = {"found": {}}
+    object_types: ClassVar[dict[str, Any]] = {kind: ObjType(kind) for kind in _KINDS}
+    initial_data: ClassVar[dict[str, Any]] = {"found": {}}
     data_version = 1
 
     def note(self, page: str, found: list[tuple[str, str]]) -> None:

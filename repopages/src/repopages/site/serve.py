@@ -54,7 +54,9 @@ def serve(
         try:
             server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=folder))
         except OSError as error:
-            raise OptionError(f"port={port} cannot be used ({error.strerror}): pass another --port") from error
+            raise OptionError(
+                f"port={port} cannot be used ({error.strerror}): pass another --port"
+            ) from error
         with server, contextlib.suppress(KeyboardInterrupt):
             state = _state(path, include, exclude)
             build(out)
