@@ -19,8 +19,8 @@ _TAGS = frozenset(
     re.findall(
         r"\w+",
         """a abbr b blockquote br caption center code dd del details div dl dt em figcaption figure
-        h1 h2 h3 h4 h5 h6 hr i img input ins kbd li mark ol p picture pre q s samp small span strike strong sub
-        summary sup table tbody td tfoot th thead tr tt u ul var wbr""",
+        h1 h2 h3 h4 h5 h6 hr i img input ins kbd li mark ol p picture pre q s samp small span strike strong
+        sub summary sup table tbody td tfoot th thead tr tt u ul var wbr""",
     )
 )
 _PARTS = frozenset(["caption", "tbody", "td", "tfoot", "th", "thead", "tr"])
