@@ -61,7 +61,7 @@ class Imports:
         if language in ("C", "C++", "CUDA"):
             name = module.strip("<>")
             standard = "/" not in name and ("." not in name or name.removesuffix(".h") in _C.split())
-            return name, standard and module.startswith("<")
+            return name, standard
         if language in ("JavaScript", "TypeScript") and not module.startswith((".", "/", "#")):
             parts = module.removeprefix("node:").split("/")
             name = "/".join(parts[:2] if module.startswith("@") else parts[:1])
@@ -95,7 +95,7 @@ class Imports:
         path = _joined(facts.folder, name)
         if not entry.module.startswith("<") and path in self._files:
             return [str(path)]
-        if entry.module.startswith("<") and (name.removesuffix(".h") in _C.split() or "." not in name):
+        if name.removesuffix(".h") in _C.split() or "." not in name:
             return []
         return self._nearest(posixpath.normpath(name), facts)
 
@@ -336,12 +336,10 @@ def _joined(folder: str, way: str) -> str | None:
 
 def _json(text: str) -> object:
     """Return the value of a JSON file that may have comments and trailing commas, or None if it is broken."""
-    for tried in (text, _plain_json(text)):
-        try:
-            return json.loads(tried)
-        except (ValueError, RecursionError):
-            continue
-    return None
+    try:
+        return json.loads(_plain_json(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _plain_json(text: str) -> str:

@@ -14,7 +14,7 @@ from repopages.reading.repository import Repository
 from repopages.relations.graph import Edge, Folder, Place, Use
 from repopages.relations.imports import Imports
 from repopages.relations.python import Modules
-from repopages.relations.uses import Uses
+from repopages.relations.uses import NAMED, Uses
 
 __all__ = ["Edge", "Folder", "Library", "Place", "Use", "open_library"]
 
@@ -147,7 +147,10 @@ class Library:
         documents = list(dict.fromkeys(document for document, _ in self.documents(path)))
         groups = [
             list(self._counterparts(facts)),
-            [(use.path, "its test") for use in self._uses.tests.get(path, ())],
+            [
+                (use.path, "its test" if use.how == NAMED else "tests it")
+                for use in self._uses.tests.get(path, ())
+            ],
             [(edge.source, "imports it") for edge in self.importers(path)],
             [(edge.target, "imported by it") for edge in self.imports(path)],
             [(document, "describes it") for document in documents],

@@ -79,8 +79,8 @@ class Modules:
         """Return the parts of a folder without `__init__.py` by whose name its modules are imported.
 
         Nothing in such a folder says whether it is a namespace (google/cloud/) or only holds scripts. The
-        imports of the repository do: the longest end of its path that any of them starts with, and that goes on
-        with one of its modules.
+        imports of the repository do: the longest end of its path that any of them starts with, and that
+        continues with one of its modules.
         """
         parts = folder.split("/") if folder else []
         # Nothing at or above `src/` is part of a name.

@@ -28,7 +28,7 @@ _FAMILIES = {"C++": "C", "CUDA": "C", "TypeScript": "JavaScript"}
 _MOST_DOCUMENTS = 20
 _MOST_BEHIND = 10
 
-_NAMED, _IMPORTS, _NAMES, _BEHIND = (
+NAMED, _IMPORTS, _NAMES, _BEHIND = (
     "is named after it",
     "imports it",
     "names it",
@@ -97,7 +97,7 @@ class Uses:
                 if target != program.path:
                     found.setdefault(target, []).append(use)
         for uses in found.values():
-            uses.sort(key=lambda use: (use.how != _NAMED, -use.count, use.path))
+            uses.sort(key=lambda use: (use.how != NAMED, -use.count, use.path))
         return found
 
     def _used(self, program: Facts) -> dict[str, Use]:
@@ -119,7 +119,7 @@ class Uses:
             target: Use(
                 path=program.path,
                 line=lines.get(target, 1),
-                how=_NAMED if target == subject else _IMPORTS if target in lines else _NAMES,
+                how=NAMED if target == subject else _IMPORTS if target in lines else _NAMES,
                 count=max(1, len(used - {""})),
             )
             for target, used in names.items()
