@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from repopages.reading import languages, python
 from repopages.reading.detect import language_of
 from repopages.reading.model import Facts
 
@@ -37,7 +38,7 @@ _NO_TEXT = frozenset({"idna", "mbcs", "oem", "punycode", "raw_unicode_escape", "
 Reader = Callable[[Facts], Facts]
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
-READERS: dict[str, Reader] = {}
+READERS: dict[str, Reader] = {"Python": python.read, **dict.fromkeys(languages.LANGUAGES, languages.read)}
 """The reader of each language. Files of other languages have no facts beyond those of any file."""
 
 

@@ -10,14 +10,14 @@ from urllib.parse import unquote
 from repopages.reading.model import Facts, Import
 
 _SCRIPTS = (".ts", ".tsx", ".d.ts", ".mts", ".cts", ".js", ".jsx", ".mjs", ".cjs", ".json", ".vue", ".svelte")
-_NODE = set(
-    "assert async_hooks buffer child_process cluster console constants crypto dgram dns domain events fs http http2"
-    " https inspector module net os path perf_hooks process punycode querystring readline repl stream"
-    " string_decoder sys timers tls tty url util v8 vm wasi worker_threads zlib".split()
+_NODE = (
+    "assert async_hooks buffer child_process cluster console constants crypto dgram dns domain events fs http"
+    " http2 https inspector module net os path perf_hooks process punycode querystring readline repl stream"
+    " string_decoder sys timers tls tty url util v8 vm wasi worker_threads zlib"
 )
-_C = set(
-    "assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp signal stdalign stdarg stdatomic"
-    " stdbool stddef stdint stdio stdlib stdnoreturn string tgmath threads time uchar wchar wctype".split()
+_C = (
+    "assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp signal stdalign stdarg"
+    " stdatomic stdbool stddef stdint stdio stdlib stdnoreturn string tgmath threads time uchar wchar wctype"
 )
 _LONGEST_SUFFIX = 6
 _MANY = 64
@@ -60,12 +60,12 @@ class Imports:
         module = entry.module
         if language in ("C", "C++", "CUDA"):
             name = module.strip("<>")
-            standard = "/" not in name and ("." not in name or name.removesuffix(".h") in _C)
-            return name, standard and module.startswith("<")
+            standard = "/" not in name and ("." not in name or name.removesuffix(".h") in _C.split())
+            return name, standard
         if language in ("JavaScript", "TypeScript") and not module.startswith((".", "/", "#")):
             parts = module.removeprefix("node:").split("/")
             name = "/".join(parts[:2] if module.startswith("@") else parts[:1])
-            return name, module.startswith("node:") or name in _NODE
+            return name, module.startswith("node:") or name in _NODE.split()
         if language == "Rust" and module.partition("::")[0] not in ("crate", "self", "super", ""):
             name = module.partition("::")[0]
             return name, name in ("std", "core", "alloc", "proc_macro", "test")
@@ -87,7 +87,7 @@ class Imports:
         tried = (f"{path}.md", f"{path}.rst", f"{path}/README.md", f"{path}/index.md")
         return next((path for path in tried if path in self._files), None)
 
-    # C and C++ -----------------------------------------------------------------------------------------------
+    # C and C++ ------------------------------------------------------------------------------------
 
     def _include(self, entry: Import, facts: Facts) -> list[str]:
         name = entry.module.strip('<>"')
@@ -95,7 +95,7 @@ class Imports:
         path = _joined(facts.folder, name)
         if not entry.module.startswith("<") and path in self._files:
             return [str(path)]
-        if entry.module.startswith("<") and (name.removesuffix(".h") in _C or "." not in name):
+        if name.removesuffix(".h") in _C.split() or "." not in name:
             return []
         return self._nearest(posixpath.normpath(name), facts)
 
@@ -120,7 +120,7 @@ class Imports:
                     found.setdefault("/".join(parts[start:]), []).append(path)
         return found
 
-    # JavaScript and TypeScript -------------------------------------------------------------------------------
+    # JavaScript and TypeScript --------------------------------------------------------------------
 
     def _script(self, entry: Import, facts: Facts) -> list[str]:
         module = entry.module
@@ -196,7 +196,7 @@ class Imports:
                 ]
         return found
 
-    # Rust ----------------------------------------------------------------------------------------------------
+    # Rust -----------------------------------------------------------------------------------------
 
     def _rust(self, entry: Import, facts: Facts) -> list[str]:
         first, *parts = [
@@ -215,8 +215,8 @@ class Imports:
         elif first in self._crates:
             folder = self._crates[first]
         else:
-            inner = self._rust_file(_rust_folder(facts), [first, *parts])  # a module that the file declares
-            return inner
+            # Perhaps a module that the file declares.
+            return self._rust_file(_rust_folder(facts), [first, *parts])
         return (
             self._rust_file(folder, parts)
             or [
@@ -256,7 +256,7 @@ class Imports:
                 found[name[1].replace("-", "_")] = _join(facts.folder, "src")
         return found
 
-    # Go ------------------------------------------------------------------------------------------------------
+    # Go -------------------------------------------------------------------------------------------
 
     def _go(self, entry: Import, facts: Facts) -> list[str]:
         """Return the files of a package that define names which the importer uses, or else its first file."""
@@ -305,7 +305,7 @@ class Imports:
                 found.setdefault(facts.folder, []).append(path)
         return found
 
-    # Shell ---------------------------------------------------------------------------------------------------
+    # Shell ----------------------------------------------------------------------------------------
 
     def _shell(self, entry: Import, facts: Facts) -> list[str]:
         # Variables at its start are mostly the folder of the script: only what follows them is known.
@@ -336,12 +336,10 @@ def _joined(folder: str, way: str) -> str | None:
 
 def _json(text: str) -> object:
     """Return the value of a JSON file that may have comments and trailing commas, or None if it is broken."""
-    for tried in (text, _plain_json(text)):
-        try:
-            return json.loads(tried)  # type: ignore[no-any-return]
-        except (ValueError, RecursionError):
-            continue
-    return None
+    try:
+        return json.loads(_plain_json(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _plain_json(text: str) -> str:

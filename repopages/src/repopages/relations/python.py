@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 from repopages.reading.model import Facts, Import, Item
 
@@ -13,8 +14,19 @@ _SOURCE_ROOTS = {"src", "lib", "Lib", "python"}
 _DEEPEST = 20
 """Re-exports and base classes that are followed, one behind the other."""
 
-Found = tuple[str, Item | None]
-"""A file, and the definition in it, or None for the file itself."""
+
+class Found(NamedTuple):
+    """What a name refers to.
+
+    Args:
+        path: The file.
+        name: Dotted name in the file, empty for the file itself.
+        item: The definition, None for the file itself.
+    """
+
+    path: str
+    name: str = ""
+    item: Item | None = None
 
 
 class Modules:
@@ -36,7 +48,7 @@ class Modules:
         if prefix:
             self._packages.add("")
 
-    # Names ---------------------------------------------------------------------------------------------------
+    # Names ----------------------------------------------------------------------------------------
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -66,9 +78,9 @@ class Modules:
     def _namespace(self, folder: str, package: str) -> list[str]:
         """Return the parts of a folder without `__init__.py` by whose name its modules are imported.
 
-        Nothing in such a folder says whether it is a namespace (google/cloud/) or only holds scripts. The imports
-        of the repository do: the longest end of its path that any of them starts with, and that goes on with one
-        of its modules.
+        Nothing in such a folder says whether it is a namespace (google/cloud/) or only holds scripts. The
+        imports of the repository do: the longest end of its path that any of them starts with, and that
+        continues with one of its modules.
         """
         parts = folder.split("/") if folder else []
         # Nothing at or above `src/` is part of a name.
@@ -76,9 +88,9 @@ class Modules:
         inside = {package} if package else self._inside.get(folder, set())
         for place in range(start, len(parts)):
             dotted = ".".join(parts[place:])
-            if dotted in self._asked and parts[place] not in sys.stdlib_module_names:
-                if any(f"{dotted}.{name}" in self._asked for name in inside):
-                    return parts[place:]
+            asked = dotted in self._asked and parts[place] not in sys.stdlib_module_names
+            if asked and any(f"{dotted}.{name}" in self._asked for name in inside):
+                return parts[place:]
         return []
 
     @cached_property
@@ -112,7 +124,7 @@ class Modules:
             name: sorted(paths, key=lambda path: not path.endswith(".py")) for name, paths in found.items()
         }
 
-    # Imports -------------------------------------------------------------------------------------------------
+    # Imports --------------------------------------------------------------------------------------
 
     def file(self, dotted: str, importer: str) -> str | None:
         """Return the file of an absolute module name as a file that imports it would find it, or None."""
@@ -134,6 +146,17 @@ class Modules:
             if known is not None:
                 return known
         return None
+
+    def top(self, path: str) -> str | None:
+        """Return the `__init__.py` of the outermost package around a module, or None if there is none."""
+        folder = self._files[path].folder if path in self._files else None
+        if folder is None or folder not in self._packages:
+            return None
+        while folder and folder.rpartition("/")[0] in self._packages:
+            folder = folder.rpartition("/")[0]
+        return next(
+            (init for name in _INITS if (init := f"{folder}/{name}".lstrip("/")) in self._files), None
+        )
 
     def _is_top(self, path: str) -> bool:
         """Return whether a module without dots in its name can be meant by files of other folders."""
@@ -188,7 +211,7 @@ class Modules:
         if module is None:
             return []
         behind = self.resolve(module, entry.name)
-        through = [(behind[0], module)] if behind and behind[0] != module else []
+        through = [(behind.path, module)] if behind and behind.path != module else []
         return [(module, ""), *through]
 
     def _submodule(self, entry: Import, importer: str, module: str | None) -> str | None:
@@ -208,7 +231,7 @@ class Modules:
             return self._file_of(f"{folder}/{entry.name}".lstrip("/"))
         return self.module_of(Import(module=f"{entry.module}.{entry.name}", level=entry.level), importer)
 
-    # Definitions ---------------------------------------------------------------------------------------------
+    # Definitions ----------------------------------------------------------------------------------
 
     def _items(self, path: str) -> dict[str, Item]:
         found = self._items_of.get(path)
@@ -258,7 +281,7 @@ class Modules:
         item = self._items(path).get(name)
         # `x = None` before an import in `try` is a placeholder.
         if item is not None and not (item.kind in ("variable", "constant") and name in self.imported[path]):
-            return self._member(path, item, rest, depth)
+            return self._member(Found(path, name, item), rest, depth)
         if not depth:
             return None
         entry, rest = self._import_of(path, name, rest)
@@ -267,14 +290,14 @@ class Modules:
         if self._files[path].name in _INITS:
             inner = self._file_of(f"{self._files[path].folder}/{name}".lstrip("/"))
             if inner is not None:
-                return self.resolve(inner, rest, depth - 1) if rest else (inner, None)
+                return self.resolve(inner, rest, depth - 1) if rest else Found(inner)
         for star in self._files[path].imports:
             module = self.module_of(star, path) if star.name == "*" else None
             if module is not None and module != path and self._star_has(module, name):
                 found = self.resolve(module, dotted, depth - 1)
                 if found is not None:
                     return found
-        return (path, item) if item is not None and not rest else None
+        return Found(path, name, item) if item is not None and not rest else None
 
     def _import_of(self, path: str, name: str, rest: str) -> tuple[Import | None, str]:
         """Return the import that binds a name, and the rest of the name behind it.
@@ -294,27 +317,27 @@ class Modules:
         if entry.name:
             submodule = self._submodule(entry, path, module)
             if submodule is not None:
-                return self.resolve(submodule, rest, depth - 1) if rest else (submodule, None)
+                return self.resolve(submodule, rest, depth - 1) if rest else Found(submodule)
             dotted = f"{entry.name}.{rest}" if rest else entry.name
             return self.resolve(module, dotted, depth - 1) if module is not None and module != path else None
         if module is None:
             return None
-        return self.resolve(module, rest, depth - 1) if rest else (module, None)
+        return self.resolve(module, rest, depth - 1) if rest else Found(module)
 
     def _star_has(self, module: str, name: str) -> bool:
         exports = self._files[module].exports
         return name in exports if exports is not None else not name.startswith("_")
 
-    def _member(self, path: str, item: Item, rest: str, depth: int) -> Found | None:
+    def _member(self, owner: Found, rest: str, depth: int) -> Found | None:
         """Return a member of a definition, of its own or of a base class."""
-        if not rest:
-            return path, item
+        if not rest or owner.item is None:
+            return owner
         name, _, deeper = rest.partition(".")
-        for member in item.members:
+        for member in owner.item.members:
             if member.name == name:
-                return self._member(path, member, deeper, depth)
-        for base in item.bases if depth else ():
-            found = self.resolve(path, f"{base.partition('[')[0]}.{rest}", depth - 1)
+                return self._member(Found(owner.path, f"{owner.name}.{name}", member), deeper, depth)
+        for base in owner.item.bases if depth else ():
+            found = self.resolve(owner.path, f"{base.partition('[')[0]}.{rest}", depth - 1)
             if found is not None:
                 return found
         return None
@@ -329,7 +352,7 @@ class Modules:
             path = self.file(".".join(parts[:count]), importer)
             if path is not None:
                 rest = ".".join(parts[count:])
-                return self.resolve(path, rest) if rest else (path, None)
+                return self.resolve(path, rest) if rest else Found(path)
         return None
 
     def _relative(self, name: str, level: int, importer: str) -> Found | None:
@@ -338,10 +361,10 @@ class Modules:
             path = self.module_of(Import(module=".".join(parts[:count]), level=level), importer)
             if path is not None:
                 rest = ".".join(parts[count:])
-                return self.resolve(path, rest) if rest else (path, None)
+                return self.resolve(path, rest) if rest else Found(path)
         return None
 
-    # Public names --------------------------------------------------------------------------------------------
+    # Public names ---------------------------------------------------------------------------------
 
     @cached_property
     def public(self) -> dict[str, list[tuple[str, str, Item]]]:
@@ -350,17 +373,17 @@ class Modules:
         for path in self._files:
             for name in self._public_names(path):
                 found = self.resolve(path, name)
-                if found is not None and found[1] is not None:
-                    names.setdefault((found[0], found[1].name), set()).add(
+                if found is not None and found.item is not None:
+                    names.setdefault((found.path, found.name), set()).add(
                         f"{self.names[path]}.{name}".lstrip(".")
                     )
         made: dict[str, list[tuple[str, str, Item]]] = {}
         for (path, name), public in names.items():
-            item = self._items(path).get(name)
-            if item is not None:
+            found = self.resolve(path, name)
+            if found is not None and found.item is not None:
                 # The name that users type: with the fewest dots, then the shortest.
                 first = min(public, key=lambda text: (text.count("."), len(text), text))
-                made.setdefault(path, []).append((first, name, item))
+                made.setdefault(path, []).append((first, name, found.item))
         return {path: sorted(held, key=lambda entry: entry[2].line) for path, held in made.items()}
 
     def _public_names(self, path: str) -> Iterator[str]:
@@ -394,8 +417,8 @@ class Modules:
         for path, facts in self._files.items():
             for name in (facts.exports or ()) if facts.name in _INITS else ():
                 defined = self.resolve(path, name)
-                if defined is not None and defined[1] is not None and defined[0] != path:
-                    found.add((facts.folder, defined[0]))
+                if defined is not None and defined.item is not None and defined.path != path:
+                    found.add((facts.folder, defined.path))
         return found
 
 
