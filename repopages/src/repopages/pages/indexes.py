@@ -120,7 +120,8 @@ def letters_page(book: Book, pages: Sequence[tuple[str, str, int]]) -> str:
     ]
     intro = (
         f"{counted(total, 'keyword')} of {counted(len(book.library.files), 'file')}: functions, classes, "
-        "parameters, imports, errors, constants, environment variables, options, and headings and terms of documents."
+        "parameters, imports, errors, constants, environment variables, options, and headings and terms of"
+        " documents."
     )
     held = table(["letter", "keywords"], rows, most=len(rows))
     return f"# Keyword index of {escape(book.library.name)}\n\n{intro}\n\n{held}\n"
