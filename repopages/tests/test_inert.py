@@ -26,7 +26,10 @@ def clean(*pieces: str, trusted: bool = False) -> str:
         ("a < b & c", "a &lt; b &amp; c"),
         ("<!-- x --><![CDATA[ x ]]><?php x ?>y", "y"),
         ("<!--repopages:source-->", ""),
-        ("<input type=text><input type=checkbox checked onclick=x>", '<input type="checkbox" disabled checked>'),
+        (
+            "<input type=text><input type=checkbox checked onclick=x>",
+            '<input type="checkbox" disabled checked>',
+        ),
         ("<td>x</td><table><tr><td>y</td></tr></table>", "x<table><tr><td>y</td></tr></table>"),
         ("<img src=a alt=b onerror=x width=3>", "<img width=\"3\" src='a' alt='b'>"),
     ],
@@ -47,7 +50,8 @@ def test_pages_of_repopages_may_use_classes_and_placeholders() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["javascript:x", "JavaScript:x", " javascript:x", "java\tscript:x", "\x01javascript:x", "java\nscript:x"]
+    "address",
+    ["javascript:x", "JavaScript:x", " javascript:x", "java\tscript:x", "\x01javascript:x", "java\nscript:x"],
 )
 def test_the_scheme_is_the_one_that_a_browser_sees(address: str) -> None:
     assert scheme(address) == "javascript"

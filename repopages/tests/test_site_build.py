@@ -4,12 +4,14 @@ import json
 import os
 import re
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from hostile_checkout import write_hostile
 from repopages.errors import OptionError
 from repopages.relations.library import open_library
+from repopages.site.inert import scheme
 from repopages.site.links import broken_links
 
 pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")
@@ -33,18 +35,31 @@ def article(built: Built, page: str) -> str:
     return found[0]
 
 
+class Tags(HTMLParser):
+    """All tags of a page with their attributes, as a browser sees them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
 def test_a_hostile_repository_is_inert(hostile: Built) -> None:
     assert hostile.warnings == ()
-    for page in hostile.folder.rglob("*.html"):
-        if "_static" in page.parts:
-            continue
-        text = page.read_text(encoding="utf-8")
+    pages = [page for page in hostile.folder.rglob("*.html") if "_static" not in page.parts]
+    assert len(pages) > 30
+    for page in pages:
+        name = page.relative_to(hostile.folder).as_posix().removesuffix(".html")
+        text = article(hostile, name)
         assert "root:x:" not in text
-        assert not re.search(r"<[^<>]*\s(?:on\w+|style|srcdoc|formaction)=", text.partition("<article")[2])
-        assert not re.search(r"<(?:script|iframe|object|embed|form|base|meta|link|style)\b", article(hostile, str(
-            page.relative_to(hostile.folder).with_suffix(""))) if "<article" in text and page.name != "search.html" else "")
-        assert not re.search(r'(?:href|src)="\s*(?:javascript|file|data|vbscript):', text)
-        assert not re.search(r'src="https?:', text)
+        for tag, attributes in Tags(text).found if name != "search" else ():
+            assert tag not in ("base", "embed", "form", "iframe", "link", "meta", "object", "script", "style")
+            assert not {key for key in attributes if key.startswith("on") or key in ("style", "srcdoc")}
+            assert scheme(attributes.get("href") or "") in ("", "https"), attributes
+            assert scheme(attributes.get("src") or "") == "", attributes
 
 
 def test_directives_are_text(hostile: Built) -> None:
@@ -66,7 +81,7 @@ def test_links_of_documents_lead_to_pages(hostile: Built) -> None:
     assert set(hostile.missing) == {
         "README.md: '../../../etc/passwd.png' is not in the repository",
         "README.md: 'x' is not in the repository",
-        "README.md:51: '../../../etc/passwd' is not in the repository",
+        "README.md:44: '../../../etc/passwd' is not in the repository",
         "docs/page.md:5: 'gone.md' is not in the repository",
     }
 
@@ -98,7 +113,11 @@ def test_a_second_build_writes_only_what_changed(tmp_path: Path) -> None:
     checkout, out = write_hostile(tmp_path / "checkout"), tmp_path / "site"
     first = built_from(checkout, out)
     again = built_from(checkout, out)
-    assert (again.pages, again.written, again.missing) == (first.pages, 1, first.missing)  # 1: the search page
+    assert (again.pages, again.written, again.missing) == (
+        first.pages,
+        1,
+        first.missing,
+    )  # 1: the search page
     (checkout / "src" / "a b#.py").write_text("x = 2\ny = 3\n")
     os.utime(checkout / "src" / "a b#.py", (time.time() + 5,) * 2)
     changed = built_from(checkout, out)
@@ -139,7 +158,9 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         '<a id="here" href="#here"></a><a href="https://x.org/y"></a><a href="#there"></a><img src="no.png">'
         '<a href="deep/a%20b.html#x%20y">'
     )
-    (tmp_path / "deep" / "a b.html").write_text('<p id="x y"><a href="../page.html#here"><a href="../gone.html">')
+    (tmp_path / "deep" / "a b.html").write_text(
+        '<p id="x y"><a href="../page.html#here"><a href="../gone.html">'
+    )
     assert broken_links(tmp_path, ["page.html#here", "page.html#none", "none.html"]) == [
         "deep/a b.html: broken link to ../gone.html",
         "keywords.json: broken link to none.html",

@@ -22,7 +22,7 @@ from repopages.relations.library import Library
 from repopages.site.addresses import PICTURES, Site
 from repopages.site.documents import write_documents
 from repopages.site.links import broken_links
-from repopages.site.navigation import Navigation
+from repopages.site.navigation import NAVIGATION, Navigation
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,7 +79,8 @@ def build(
     navigation = Navigation(site)
     keywords = write_pages(library, site.dialect, sources, progress).keywords
     write_documents(site, sources)
-    around = {page: _digest(navigation, page) for page in (*site.file_of, *site.folder_of, *site.document_of)}
+    pages = [file.relative_to(sources).as_posix().removesuffix(".md") for file in sources.rglob("*.md")]
+    around = {page: _digest(navigation, page) for page in pages}
     for page, digest in around.items():
         if before.get(page) != digest:  # its listing or its sidebar changed, of which Sphinx does not know
             (out / f"{page}.html").unlink(missing_ok=True)
@@ -186,7 +187,7 @@ def _run_sphinx(
             freshenv=fresh,  # Sphinx does not repeat the warnings of pages that it does not read again
             parallel=jobs,
         )
-        app.repopages = navigation
+        app.connect(NAVIGATION, lambda _: navigation)
         app.build()
     except SphinxError as error:
         raise RepopagesError(f"Sphinx failed: {error}") from error

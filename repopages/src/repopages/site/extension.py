@@ -1,7 +1,7 @@
 """The Sphinx extension: the Markdown parser, definitions as objects, and all that is put into finished pages.
 
 Listings, drawings and navigation never pass through docutils, so that they cost little and are not searched.
-The build sets `app.repopages` to the `Navigation`, which knows the site.
+The build answers the event `NAVIGATION` with the site's `Navigation`, which Sphinx must not pickle.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from repopages.site.addresses import START, Site
 from repopages.site.dialect import GRAPH, SOURCE
 from repopages.site.listings import listing
 from repopages.site.markdown import GitHubParser
-from repopages.site.navigation import Navigation
+from repopages.site.navigation import NAVIGATION, Navigation
 from repopages.site.objects import Definitions, note_definitions
 
 
@@ -24,6 +24,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_source_suffix(".md", "markdown")
     app.add_source_parser(GitHubParser)
     app.add_domain(Definitions)
+    app.add_event(NAVIGATION)
     app.connect("doctree-read", _read)
     app.connect("html-page-context", _before_furo, priority=400)
     app.connect("html-page-context", _after_furo, priority=600)
@@ -32,7 +33,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 def _read(app: Sphinx, doctree: nodes.document) -> None:
     """Register what a page defines, and title a document that begins without a heading."""
-    navigation: Navigation = app.repopages
+    navigation: Navigation = app.emit_firstresult(NAVIGATION)
     site, page = navigation.site, app.env.docname
     if page in site.file_of:
         note_definitions(app.env, site.library, site.library.files[site.file_of[page]])
@@ -46,7 +47,7 @@ def _before_furo(app: Sphinx, page: str, template: str, context: dict[str, Any],
 
 
 def _after_furo(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
-    navigation: Navigation = app.repopages
+    navigation: Navigation = app.emit_firstresult(NAVIGATION)
     site = navigation.site
     context["furo_navigation_tree"] = navigation.sidebar(page)
     if "body" not in context:  # the search page

@@ -22,6 +22,7 @@ from sphinx.transforms import SphinxTransform
 from repopages.pages.addresses import relative
 from repopages.site.addresses import PICTURES, Site
 from repopages.site.inert import Inert, scheme
+from repopages.site.navigation import NAVIGATION
 
 _CONFIGURATION = MdParserConfig(gfm_only=True, heading_anchors=6)
 
@@ -71,7 +72,7 @@ class MakeInert(SphinxTransform):
 
     def apply(self, **_: Any) -> None:
         """Change the document."""
-        self._site: Site = self.app.repopages.site
+        self._site: Site = self.env.events.emit_firstresult(NAVIGATION).site
         self._page = self.env.docname
         self._trusted = self._page not in self._site.document_of
         self._kept = self.env.metadata[self._page]

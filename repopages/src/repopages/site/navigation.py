@@ -10,6 +10,9 @@ from typing import TypeVar
 from repopages.pages.addresses import KEYWORDS, file_page, folder_index, folder_page, relative
 from repopages.site.addresses import DOCUMENTS, START, Site
 
+NAVIGATION = "repopages-navigation"
+"""The event of Sphinx by which its extension asks for the `Navigation` of the site."""
+
 _MOST_DOCUMENTS = 40
 _MOST_NEIGHBOURS = 30
 _PROGRAMS = ("keywords.json", "llms.txt", "objects.inv")
