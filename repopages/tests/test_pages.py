@@ -138,9 +138,7 @@ def test_the_same_for_other_files(shop: dict[str, str]) -> None:
     assert "Prices" in section(shop["README.md_docs.md"], "High-level overview")
     assert "[`shop/till.py`](shop/till.py_docs.md)" in section(shop["README.md_docs.md"], "Cross-references")
     assert section(shop["empty.txt_docs.md"], "Original source") == "The file is empty."
-    assert "[`Till`](till.py_docs.md#Till)" in section(
-        shop["shop/__init__.py_docs.md"], "High-level overview"
-    )
+    assert "[`Till`](till.py_docs.md#Till)" in section(shop["shop/__init__.py_docs.md"], "High-level overview")
 
 
 def test_a_folder_says_what_is_in_it(shop: dict[str, str]) -> None:
@@ -307,9 +305,7 @@ def test_addresses_are_valid_names() -> None:
     assert relative("a/b_docs", "../x y.py", "L 1") == "../../x%20y.py#L%201"
 
 
-@pytest.mark.parametrize(
-    "text", ["a|b", "`", "a `b` c", "<b>", "*x*", "1. x", "- x", "# x", "_x_", "a_b", "\\", "&lt;"]
-)
+@pytest.mark.parametrize("text", ["a|b", "`", "a `b` c", "<b>", "*x*", "1. x", "- x", "# x", "_x_", "a_b", "\\", "&lt;"])
 def test_text_is_shown_as_it_is(text: str) -> None:
     shown = html_of(table(["a", "b"], [[escape(text), code(text)]]))
     cells = [cell.strip() for cell in re.findall(r"<td>(.*?)</td>", shown)]
