@@ -253,7 +253,7 @@ class C(Reader):
 
     def on_preproc_include(self, node: Node, scope: Draft) -> None:
         """Add an include."""
-        self.take(self.text(node.child_by_field_name("path")).strip('<>"'), node, scope)
+        self.take(self.text(node.child_by_field_name("path")).strip('"'), node, scope)
 
     def on_initializer_list(self, node: Node, scope: Draft) -> None:
         """Add an option of getopt_long: {"help", no_argument, NULL, 'h'}."""
