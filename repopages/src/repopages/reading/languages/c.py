@@ -75,7 +75,7 @@ class C(Reader):
         **rules(
             "security",
             "copies text without a bound",
-            "strcpy strcat sprintf vsprintf gets stpcpy wcscpy",
+            "strcpy strcat sprintf vsprintf gets stpcpy",
         ),
         **rules("security", "reads text without a bound", "scanf sscanf fscanf"),
         **rules("security", "runs a command of the shell", "system popen _popen wordexp"),
