@@ -86,7 +86,6 @@ class _Data(Reader):
         super().__init__(facts)
         self.count = 0
         self.keys: dict[tuple[int, str], Draft] = {}
-        self.nowhere = Draft("", "")
         self.left_out: dict[int, tuple[Draft, int, int]] = {}
         self.known = [known for known in _KNOWN if re.fullmatch(rf"(?:.*/)?{known.files}", facts.path)]
 
@@ -114,10 +113,10 @@ class _Data(Reader):
         if known is not None:
             self._depends(known, node, value)
             return known
-        if scope is self.nowhere or scope.depth >= _DEPTH:
-            return self._leave_out(scope, node)
-        if len(scope.members) >= _MEMBERS or self.count >= _KEYS:
-            return self._leave_out(scope, node)
+        if scope.depth >= _DEPTH or len(scope.members) >= _MEMBERS or self.count >= _KEYS:
+            _, number, line = self.left_out.get(id(scope), (scope, 0, node.start_point[0] + 1))
+            self.left_out[id(scope)] = (scope, number + 1, line)
+            return self.nowhere
         draft = super().define(node, "key", scope, None, name)
         if draft is not None:
             self.count += 1
@@ -132,13 +131,6 @@ class _Data(Reader):
                     )
                 )
         return draft
-
-    def _leave_out(self, scope: Draft, node: Node) -> Draft:
-        """Count a key that is not listed; return a scope for what is inside it, not listed either."""
-        if scope is not self.nowhere:
-            _, number, line = self.left_out.get(id(scope), (scope, 0, node.start_point[0] + 1))
-            self.left_out[id(scope)] = (scope, number + 1, line)
-        return self.nowhere
 
     def _preview(self, value: Node | None) -> str:
         """Return a value on one line, or the size of a list or mapping."""
@@ -186,7 +178,7 @@ class _Data(Reader):
 class _Json(_Data):
     grammar = ("tree_sitter_json", "language")
     definitions: ClassVar = {"pair": "key"}
-    strings = frozenset({"string"})
+    strings = leaves = frozenset({"string"})
     sequences = frozenset({"array"})
     mappings = frozenset({"object"})
     preamble = frozenset({"object"})
@@ -198,7 +190,7 @@ class _Json(_Data):
 class _Toml(_Data):
     grammar = ("tree_sitter_toml", "language")
     definitions: ClassVar = {"pair": "key", "table": "key", "table_array_element": "key"}
-    strings = frozenset({"string"})
+    strings = leaves = frozenset({"string"})
     sequences = frozenset({"array"})
     mappings = frozenset({"inline_table"})
 
@@ -215,7 +207,7 @@ class _Toml(_Data):
 class _Yaml(_Data):
     grammar = ("tree_sitter_yaml", "language")
     definitions: ClassVar = {"block_mapping_pair": "key", "flow_pair": "key"}
-    strings = frozenset({"plain_scalar", "double_quote_scalar", "single_quote_scalar"})
+    strings = leaves = frozenset({"plain_scalar", "double_quote_scalar", "single_quote_scalar"})
     sequences = frozenset({"block_sequence", "flow_sequence"})
     mappings = frozenset({"block_mapping", "flow_mapping"})
     preamble = frozenset({"document", "block_node", "block_mapping"})

@@ -95,6 +95,7 @@ class Reader:
         chains: Node types of dotted names.
         calls: Node types of calls, with the field of what is called.
         strings: Node types of text literals.
+        leaves: Node types whose inside is not looked at.
         loops: Node types of loops.
         evidence: Node types that are findings by themselves, with topic and label.
         effects: Called names that are findings, with topic and label. See `rules`.
@@ -112,6 +113,7 @@ class Reader:
     chains: ClassVar[frozenset[str]] = frozenset()
     calls: ClassVar[dict[str, str]] = {"call_expression": "function"}
     strings: ClassVar[frozenset[str]] = frozenset()
+    leaves: ClassVar[frozenset[str]] = frozenset()
     loops: ClassVar[frozenset[str]] = frozenset({"for_statement", "while_statement", "do_statement"})
     evidence: ClassVar[dict[str, tuple[str, str]]] = {}
     effects: ClassVar[dict[str, tuple[str, str]]] = {}
@@ -122,6 +124,7 @@ class Reader:
         self.facts = facts
         self.source = facts.text.encode("utf-8", "replace")
         self.file = Draft("", "file")
+        self.nowhere = Draft("", "nothing")
         self.notes = Comments()
         self.pending: list[Node] = []
         self.imports: list[Import] = []
@@ -231,8 +234,10 @@ class Reader:
                     self.called.append((name, node, scope, loops))
             if self.first < 0 and node is not root and kind not in self.preamble:
                 self.first = node.start_point[0]
+            if kind in self.leaves or inner is self.nowhere:
+                continue
             wrapper = (outer or node) if kind in self.wrappers else None
-            stack.extend((child, inner, loops, wrapper) for child in reversed(node.named_children))
+            stack.extend([(child, inner, loops, wrapper) for child in reversed(node.named_children)])
 
     def _look(self, node: Node, kind: str, scope: Draft, outer: Node | None) -> Draft:
         """Take from a node what the tables say; return the scope of its children."""
