@@ -171,9 +171,7 @@ def _run_sphinx(
     from sphinx.util.console import strip_escape_sequences
 
     sources, doctrees, warned = cache / "sources", cache / "doctrees", io.StringIO()
-    unclean = cache / "unclean"  # there while a build runs, and after one with warnings
-    fresh = unclean.exists()
-    unclean.touch()
+    warned_before = cache / "warned"
     try:
         app = Sphinx(
             srcdir=sources,
@@ -184,7 +182,8 @@ def _run_sphinx(
             confoverrides=_configuration(navigation.site),
             status=_Status(progress),
             warning=warned,
-            freshenv=fresh,  # Sphinx does not repeat the warnings of pages that it does not read again
+            # Sphinx does not repeat the warnings of pages that it does not read again.
+            freshenv=warned_before.exists(),
             parallel=jobs,
         )
         app.connect(NAVIGATION, lambda _: navigation)
@@ -193,8 +192,7 @@ def _run_sphinx(
         raise RepopagesError(f"Sphinx failed: {error}") from error
     lines = strip_escape_sequences(warned.getvalue()).replace(f"{sources}/", "").splitlines()
     warnings = tuple(line for line in lines if line.strip())
-    if not warnings:
-        unclean.unlink()
+    warned_before.touch() if warnings else warned_before.unlink(missing_ok=True)
     return app.env, warnings
 
 
