@@ -1,9 +1,8 @@
-"""The reader of Python: everything that Python's own `ast` finds is in the facts, and bad input is no error."""
+"""The reader of Python: all that Python's own `ast` finds is in the facts, and bad input is no error."""
 
 import ast
 import importlib.util
 import pickle
-import random
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,10 +132,8 @@ def read_without_error(paths: list[Path]) -> list[str]:
     return problems
 
 
-def test_a_sample_of_torch_is_read() -> None:
-    paths = sorted(torch_folder().rglob("*.py"))
-    problems = read_without_error(random.Random(0).sample(paths, 60))
-    assert len(problems) < 2, problems  # one file is for a newer Python
+def test_a_part_of_torch_is_read() -> None:
+    assert read_without_error(sorted((torch_folder() / "nn" / "modules").glob("*.py"))) == []
 
 
 @pytest.mark.slow
@@ -329,7 +326,8 @@ def test_environment_variables_and_options_are_found() -> None:
             "more")
         parser.add_argument("path")
         @click.option("--fast/--slow", "-f", envvar="SHOP_FAST", help=f"of {x}")
-        def main(count: int = typer.Option(1, help="How many."), *, my_name: Annotated[str, typer.Option()]): ...
+        def main(count: int = typer.Option(1, help="How many."), *, my_name: Annotated[str, typer.Option()]):
+            ...
         """
     )
     said = {(mention.kind, mention.word): mention.text for mention in facts.mentions}
@@ -351,7 +349,15 @@ def test_environment_variables_and_options_are_found() -> None:
 
 def test_names_are_spelt_out_through_imports() -> None:
     facts = facts_of(
-        "import torch.nn as nn\nfrom ..a import b\nfrom . import c\nnn.Linear(b.d, c.e)\nself.f.g()\nh().i\nlen(x)"
+        """
+        import torch.nn as nn
+        from ..a import b
+        from . import c
+        nn.Linear(b.d, c.e)
+        self.f.g()
+        h().i
+        len(x)
+        """
     )
     assert facts.names == {"torch.nn.Linear", "..a.b.d", ".c.e", "f.g", "h", "i", "x"}
 
@@ -373,7 +379,13 @@ def test_exports_are_the_constant_names(text: str, expected: tuple[str, ...] | N
 
 
 def test_tests_are_counted() -> None:
-    text = "def test_a(): ...\nasync def test_b():\n    def test_no(): ...\nclass TestC(TestCase):\n    def test_c(self): ..."
+    text = """
+        def test_a(): ...
+        async def test_b():
+            def test_no(): ...
+        class TestC(TestCase):
+            def test_c(self): ...
+        """
     assert facts_of(text, role="test").tests == 3
     assert facts_of(text).tests == 1
 
@@ -417,6 +429,7 @@ def test_deep_and_long_expressions_are_read() -> None:
 
 
 def test_a_licence_is_no_description() -> None:
-    text = "#!/usr/bin/python\n# Copyright 2020 A. Hat\n# License: MIT\n\n# mypy: strict\n# Sells hats.\n\nx = 1\n"
+    head = "#!/usr/bin/python\n# Copyright 2020 A. Hat\n# License: MIT\n\n"
+    text = f"{head}# mypy: strict\n# Sells hats.\n\nx = 1\n"
     assert facts_of(text).doc == "Sells hats."
     assert facts_of("# mypy: allow-untyped-defs\nimport x\n").doc == ""

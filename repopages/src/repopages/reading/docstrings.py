@@ -478,7 +478,8 @@ class _Blocks:
 
 _INLINE = re.compile(
     r"""
-      (?P<literal>(?P<ticks>``+)(?P<inner>.+?)(?P=ticks)(?!`))
+      ``(?P<half>[\w.()]+)`(?=[\s.,;:)]|$)
+    | (?P<literal>(?P<ticks>``+)(?P<inner>.+?)(?P=ticks)(?!`))
     | :(?P<role>[a-zA-Z][\w:+.-]*):[ ]?`(?P<said>[^`]+)['`]
     | `(?P<title>[^`<]+?)\s*<(?P<target>[^`<>\s]+)>`_{1,2}
     | `(?P<code>[^`]+)`(?:_{1,2}(?!\w))?
@@ -543,8 +544,8 @@ def _harmless(mark: str) -> str:
 
 
 def _marked(found: re.Match[str], link: Link) -> str:
-    if found["literal"]:
-        return link(found["inner"].strip())
+    if found["literal"] or found["half"]:
+        return link((found["inner"] or found["half"]).strip())
     if found["role"]:
         return _role(found["role"].rpartition(":")[2].lower(), found["said"].strip(), link)
     if found["title"]:
