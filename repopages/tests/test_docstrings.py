@@ -73,6 +73,11 @@ Raises
 ValueError
     If sold out.
 
+See Also
+--------
+a.buy : Buy a thing.
+other
+
 Notes
 -----
 Not on Sundays.
@@ -122,7 +127,7 @@ def test_numpy_style() -> None:
         Field("returns", "", "float", ""),
         Field("raises", "ValueError", "", "If sold out."),
     ]
-    assert doc.texts == {"notes": "Not on Sundays."}
+    assert doc.texts == {"see also": "- `a.buy`: Buy a thing.\n- `other`: ", "notes": "Not on Sundays."}
     assert markdown(doc.body, link) == "**Odd title**\n\nText."
 
 
@@ -175,6 +180,9 @@ def test_inline_markup(given: str, expected: str) -> None:
         ("Shape:\n    - Input: (N, C)\n    - Output: (N)", "Shape:\n\n- Input: (N, C)\n- Output: (N)"),
         ("- one\n  more\n- two\n\n  - inner", "- one more\n\n- two\n\n  - inner"),
         ("3. three\n4. four", "3. three\n4. four"),
+        ("1) one\ngoes on\n2) two", "1. one goes on\n2. two"),
+        ("Of::\n\n    Say:\n\n    >>> x\n    1", "Of:\n\nSay:\n\n```pycon\n>>> x\n1\n```"),
+        (">>> # doctest: +SKIP\n>>> x  # doctest: +SKIP\n1", "```pycon\n>>> x\n1\n```"),
         ("Of:\n- one\n- two", "Of:\n\n- one\n- two"),
         (">>> 1 + 1\n2\n\n>>> 3\n3\n\nEnd.", "```pycon\n>>> 1 + 1\n2\n\n>>> 3\n3\n```\n\nEnd."),
         ("```sh\nls\n```", "```sh\nls\n```"),

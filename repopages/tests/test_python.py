@@ -221,6 +221,12 @@ DEFINITIONS = '''
     # Counts the things.
     # One by one.
     def count(): ...
+    class Cup:
+        __doc__ = "A cup" + f" of {1}."
+    class Mug: ...
+    Mug.__doc__ = """A mug.
+        """
+    brew = _add_docstr(kettle.brew, "Brew tea.")
     Pair = namedtuple("Pair", "left right")
     Mood = Enum("Mood", ["GOOD", "BAD"])
 '''
@@ -246,6 +252,7 @@ def test_definitions_have_kind_signature_and_doc() -> None:
     assert said["Till.empty"][:2] == ("method", '(of: str) -> "Till"')
     assert said["sell"] == ("function", "(what, price=PRICE)", "Sell a thing.")
     assert said["count"][2] == "Counts the things.\nOne by one."
+    assert [said[name][2] for name in ("Cup", "Mug", "brew")] == ["A cup of ….", "A mug.", "Brew tea."]
     assert said["Pair"][:2] == ("class", "(left, right)")
     assert {"Till.open.turn", "Till.open.Lock", "late.deep", "late.other", "Till.left", "Mood.BAD"} <= set(
         items

@@ -146,7 +146,9 @@ def parse(doc: str) -> Docstring:
         if title in _FIELDS:
             made.fields += _entries(_FIELDS[title], text, numpy=colons == "")
         elif title:
-            if colons == "::" or (title in _EXAMPLES and _is_code(text)):
+            if title == "see also" and not colons:
+                text = re.sub(r"^(\S[^:\n]*?)(?: :)?(?: +:)? (?=\S)|^(\S+)$", r"- `\1\2`: ", text, flags=re.M)
+            elif (colons == "::" or (title in _EXAMPLES and _is_code(text))) and not _is_mixed(text):
                 text = "::\n\n" + textwrap.indent(text, "    ")
             made.texts[title] = f"{made.texts[title]}\n\n{text}" if title in made.texts else text
         else:
@@ -303,7 +305,9 @@ class _Blocks:
                 continue
             if line.startswith(" "):
                 lines = self._indented(0)
-                yield code("\n".join(lines)) if literal or _is_code("\n".join(lines)) else self._inner(lines)
+                text = "\n".join(lines)
+                is_code = (literal or _is_code(text)) and not _is_mixed(text)
+                yield code(text) if is_code else self._inner(lines)
                 literal = False
                 continue
             literal = False
@@ -371,13 +375,21 @@ class _Blocks:
         items: list[str] = []
         ordered = self._lines[self._at][:1] not in "-*+•"
         while (found := _ITEM.match(self._peek(0))) and (found["mark"] not in "-*+•") == ordered:
-            first = self._lines[self._at][found.end() :]
+            held = [self._lines[self._at][found.end() :]]
             self._at += 1
+            # Lines directly below belong to the item, even if they are not indented.
+            while (
+                (line := self._peek(0))
+                and not line.startswith((" ", ">>>", "```", ".."))
+                and not _ITEM.match(line)
+            ):
+                held.append(line)
+                self._at += 1
             rest = self._indented(0)
             number = re.sub(r"\D", "", found["mark"]) or str(len(items) + 1)
             mark = f"{number}." if ordered else "-"
             width = len(mark) + 1
-            body = self._inner([first, *textwrap.dedent("\n".join(rest)).splitlines()])
+            body = self._inner([*held, *textwrap.dedent("\n".join(rest)).splitlines()])
             items.append(f"{mark} {textwrap.indent(body, ' ' * width)[width:]}")
             while not self._peek(0) and self._at < len(self._lines):
                 self._at += 1
@@ -611,6 +623,8 @@ def code(text: str, language: str = "") -> str:
     text = textwrap.dedent(text).strip("\n")
     if re.match(r"\s*>>> ?", text):
         language = "pycon"
+        # Instructions to doctest are not for readers.
+        text = re.sub(r"^>>> # x?doctest:.*\n|[ ]*# x?doctest: ?\+.*$", "", text, flags=re.M)
     elif not language:
         language = "python" if _parsed(text) is not None else "text"
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
@@ -622,6 +636,13 @@ def _parsed(text: str) -> ast.Module | None:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _is_mixed(text: str) -> bool:
+    """Tell whether a block has sessions and, between them, text."""
+    paragraphs = re.split(r"\n\s*\n", textwrap.dedent(text).strip("\n"))
+    prompts = [paragraph.startswith(">>>") for paragraph in paragraphs]
+    return any(prompts) and not all(prompts)
 
 
 def _is_code(text: str) -> bool:

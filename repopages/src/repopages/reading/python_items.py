@@ -34,6 +34,16 @@ class _Reader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._classes = {node.name: node for node in source.of(ast.ClassDef)}
+        # Docstrings that are set later, as in `Adam.__doc__ = "..." + _params_doc`.
+        self._docs = {
+            target.value.id: _clean(constant_text(value))
+            for _, targets, value in source.assignments()
+            for target in targets
+            if isinstance(target, ast.Attribute)
+            and target.attr == "__doc__"
+            and isinstance(target.value, ast.Name)
+            and not isinstance(value, ast.Attribute | ast.Name)
+        }
 
     def inside(self, body: list[ast.stmt], place: str) -> tuple[Item, ...]:
         """Return the definitions in the body of a module, class, enum or function, one for each name."""
@@ -61,7 +71,7 @@ class _Reader:
             name=node.name,
             kind="property" if is_property else "method" if is_method else "function",
             signature=returns if is_property else f"{signature} -> {returns}" if returns else signature,
-            doc=_docstring(node) or source.comment(above),
+            doc=_docstring(node) or self._docs.get(node.name) or source.comment(above),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             parameters=names,
@@ -107,7 +117,7 @@ class _Reader:
             signature=made.signature.rpartition(" -> ")[0] or made.signature
             if made
             else _constructor(fields),
-            doc=_docstring(node) or source.comment(above),
+            doc=_docstring(node) or self._docs.get(node.name) or source.comment(above),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             parameters=made.parameters if made else tuple(name for name, _, _ in fields),
@@ -255,7 +265,7 @@ def _flat(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
         if isinstance(node, Function | ast.ClassDef) or not (any(blocks) or inner):
             text = below.value if isinstance(below, ast.Expr) else None
             doc = text.value if isinstance(text, ast.Constant) else None
-            yield node, inspect.cleandoc(doc) if isinstance(doc, str) else ""
+            yield node, _clean(doc) if isinstance(doc, str) else ""
         else:
             first, *rest = blocks
             for block in [first, *(part.body for part in inner), *rest]:
@@ -306,8 +316,12 @@ def _docstring(node: Function | ast.ClassDef) -> str:
         for child in node.body:
             named = isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name)
             if isinstance(child, ast.Assign) and named and ast.unparse(child.targets[0]) == "__doc__":
-                return inspect.cleandoc(constant_text(child.value))
+                return _clean(constant_text(child.value))
     return doc or ""
+
+
+def _clean(text: str) -> str:
+    return inspect.cleandoc(text).strip()
 
 
 def _given_doc(value: ast.expr | None) -> str:
@@ -315,7 +329,7 @@ def _given_doc(value: ast.expr | None) -> str:
     name = value.func if isinstance(value, ast.Call) else None
     called = getattr(name, "id", getattr(name, "attr", ""))
     if isinstance(value, ast.Call) and called.endswith("add_docstr") and len(value.args) > 1:
-        return inspect.cleandoc(constant_text(value.args[1]))
+        return _clean(constant_text(value.args[1]))
     return ""
 
 
