@@ -413,10 +413,9 @@ def _registries(source: Source) -> Found:
     """Yield the dictionaries of a module that its functions add entries to."""
     tables: dict[str, ast.stmt] = {}
     for node, targets, value in source.assignments():
-        is_empty = isinstance(value, ast.Dict) and not value.keys
-        if node in source.tree.body and (
-            is_empty or (isinstance(value, ast.Call) and source.known(value.func) == "dict")
-        ):
+        is_table = isinstance(value, ast.Dict) and not value.keys
+        is_table |= isinstance(value, ast.Call) and source.known(value.func) == "dict"
+        if is_table and next(source.around(node)) is source.tree:
             tables |= {target.id: node for target in targets if isinstance(target, ast.Name)}
     for entry in source.of(ast.Subscript) if tables else ():
         name = source.dotted(entry.value)
