@@ -71,7 +71,7 @@ class Modules:
         return ".".join([*start, *inner])
 
     def _outside(self, folder: str) -> str:
-        """Return the folder that Python has on `sys.path` for the files of a folder: the one around its package.
+        """Return the folder around the package of a folder, which Python would have on `sys.path`.
 
         Every folder in a package is importable, as a namespace if it has no `__init__.py`.
         """
