@@ -75,7 +75,7 @@ class C(Reader):
         **rules(
             "security",
             "copies text without a bound",
-            "strcpy strcat sprintf vsprintf gets stpcpy wcscpy",
+            "strcpy strcat sprintf vsprintf gets stpcpy",
         ),
         **rules("security", "reads text without a bound", "scanf sscanf fscanf"),
         **rules("security", "runs a command of the shell", "system popen _popen wordexp"),
@@ -253,7 +253,7 @@ class C(Reader):
 
     def on_preproc_include(self, node: Node, scope: Draft) -> None:
         """Add an include."""
-        self.take(self.text(node.child_by_field_name("path")).strip('<>"'), node, scope)
+        self.take(self.text(node.child_by_field_name("path")).strip('"'), node, scope)
 
     def on_initializer_list(self, node: Node, scope: Draft) -> None:
         """Add an option of getopt_long: {"help", no_argument, NULL, 'h'}."""

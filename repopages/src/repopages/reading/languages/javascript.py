@@ -65,8 +65,8 @@ class JavaScript(Reader):
         **rules(
             "security",
             "writes or removes files",
-            "fs.writeFile fs.writeFileSync fs.unlink fs.unlinkSync fs.rm fs.rmSync fs.appendFile fs.createWriteStream"
-            " fs.rename fs.renameSync fs/promises.writeFile fs/promises.rm fs.promises.writeFile",
+            "fs.writeFile fs.writeFileSync fs.unlink fs.unlinkSync fs.rm fs.rmSync fs.appendFile"
+            " fs.createWriteStream fs.rename fs.renameSync fs/promises.writeFile fs/promises.rm fs.promises.writeFile",
         ),
         **rules("security", "uses a weak random generator", "Math.random"),
         **rules("security", "stores data in the browser", "localStorage.setItem sessionStorage.setItem"),

@@ -95,9 +95,11 @@ class Reader:
         chains: Node types of dotted names.
         calls: Node types of calls, with the field of what is called.
         strings: Node types of text literals.
+        leaves: Node types whose inside is not looked at.
         loops: Node types of loops.
         evidence: Node types that are findings by themselves, with topic and label.
         effects: Called names that are findings, with topic and label. See `rules`.
+        shared_top: Whether a comment at the top directly above a definition is about the file as well.
         getters: Called names whose first argument is an environment variable.
     """
 
@@ -111,15 +113,18 @@ class Reader:
     chains: ClassVar[frozenset[str]] = frozenset()
     calls: ClassVar[dict[str, str]] = {"call_expression": "function"}
     strings: ClassVar[frozenset[str]] = frozenset()
+    leaves: ClassVar[frozenset[str]] = frozenset()
     loops: ClassVar[frozenset[str]] = frozenset({"for_statement", "while_statement", "do_statement"})
     evidence: ClassVar[dict[str, tuple[str, str]]] = {}
     effects: ClassVar[dict[str, tuple[str, str]]] = {}
     getters: ClassVar[frozenset[str]] = frozenset()
+    shared_top: ClassVar[bool] = False
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.source = facts.text.encode("utf-8", "replace")
         self.file = Draft("", "file")
+        self.nowhere = Draft("", "nothing")
         self.notes = Comments()
         self.pending: list[Node] = []
         self.imports: list[Import] = []
@@ -190,7 +195,7 @@ class Reader:
         self.finish()
         self._beside(self.file)
         _join(self.file)
-        first = min((draft.row for draft in self.file.members), default=None)
+        first = min((draft.row for draft in self.file.members), default=None) if not self.shared_top else None
         return replace(
             self.facts,
             problem=self._problem(tree.root_node),
@@ -229,8 +234,10 @@ class Reader:
                     self.called.append((name, node, scope, loops))
             if self.first < 0 and node is not root and kind not in self.preamble:
                 self.first = node.start_point[0]
+            if kind in self.leaves or inner is self.nowhere:
+                continue
             wrapper = (outer or node) if kind in self.wrappers else None
-            stack.extend((child, inner, loops, wrapper) for child in reversed(node.named_children))
+            stack.extend([(child, inner, loops, wrapper) for child in reversed(node.named_children)])
 
     def _look(self, node: Node, kind: str, scope: Draft, outer: Node | None) -> Draft:
         """Take from a node what the tables say; return the scope of its children."""
