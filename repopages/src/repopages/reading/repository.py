@@ -13,12 +13,12 @@ from repopages.errors import OptionError
 
 _SKIPPED = {".bzr", ".eggs", ".git", ".hg", ".hypothesis", ".ipynb_checkpoints", ".jj", ".mypy_cache", ".nox"}
 _SKIPPED |= {".pytest_cache", ".ruff_cache", ".svn", ".tox", ".venv", "__pycache__", "node_modules"}
-_MARKS = ("pyvenv.cfg", "CACHEDIR.TAG")
-"""Files that mark a folder as made by a program: a virtual environment, a cache."""
+_MARKS = ("pyvenv.cfg", "CACHEDIR.TAG", ".repopages.json")
+"""Files that mark a folder as made by a program: a virtual environment, a cache, the pages of this one."""
 
 _CHECKOUT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "package.json", "Cargo.toml", "go.mod")
-_MOST_IGNORES = 1 << 16
-"""Bytes of a `.gitignore` that are read."""
+_MOST_IGNORES = 1000
+"""Lines of a `.gitignore` that are read, of 64 bytes on average."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,24 @@ class _Rules:
     """Patterns of one `.gitignore` file.
 
     Args:
-        spec: The patterns.
+        patterns: Expressions that match paths, the last one first, each with whether it ignores them.
         skipped: Length of the path of its folder from the root, with "/" at its end.
         before: Path of the root from its folder, for a folder above the root, with "/" at its end.
     """
 
-    spec: GitIgnoreSpec
+    patterns: list[tuple[re.Pattern[str], bool]]
     skipped: int = 0
     before: str = ""
 
     def decide(self, path: str) -> bool | None:
-        """Return whether a path from the root is ignored, or None if no pattern matches it."""
-        return self.spec.check_file(self.before + path[self.skipped :]).include
+        """Return whether a path from the root is ignored, or None if no pattern matches it.
+
+        The walk asks for every folder on the way, so that a pattern has to match the path itself. pathspec's
+        own check also takes a match of a folder above, and ranks patterns of folders below those of files:
+        `*` and `!*/` would ignore every folder.
+        """
+        inside = self.before + path[self.skipped :]
+        return next((ignores for pattern, ignores in self.patterns if _matches(pattern, inside)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +160,8 @@ def _walk(root: Path, unwanted: GitIgnoreSpec, warnings: list[str]) -> Iterator[
         if folder and not names.isdisjoint(_MARKS):
             continue
         if ".gitignore" in names:
-            spec = _gitignore(os.path.join(where, ".gitignore"))
-            rules = (*rules, _Rules(spec, len(folder) + 1 if folder else 0))
+            patterns = _gitignore(os.path.join(where, ".gitignore"))
+            rules = (*rules, _Rules(patterns, len(folder) + 1 if folder else 0))
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name
             is_folder = _is_folder(entry)
@@ -176,24 +182,40 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _gitignore(path: str) -> GitIgnoreSpec:
-    """Return the patterns of a file, without those that are no patterns."""
+def _matches(pattern: re.Pattern[str], path: str) -> bool:
+    """Return whether a pattern of pathspec matches a path itself. A folder's path ends with "/".
+
+    The group `ps_d` is the "/" behind a folder that matched, which may be one above.
+    """
+    found = pattern.search(path.removesuffix("/"))
+    if found and not found.groupdict().get("ps_d"):
+        return True
+    if not path.endswith("/") or "ps_d" not in pattern.groupindex:
+        return False
+    return any(found.end("ps_d") == len(path) for found in pattern.finditer(path))
+
+
+def _gitignore(path: str) -> list[tuple[re.Pattern[str], bool]]:
+    """Return the patterns of a file, the last one first, without those that are no patterns."""
     try:
         # A file that is no regular one, such as a pipe, is not opened.
-        data = Path(path).read_bytes()[:_MOST_IGNORES] if os.path.isfile(path) else b""
+        if not os.path.isfile(path):
+            return []
+        with open(path, "rb") as file:
+            data = file.read(_MOST_IGNORES << 6)
     except OSError:
-        data = b""
-    patterns = []
-    for line in data.decode("utf-8", "surrogateescape").splitlines():
+        return []
+    patterns: list[tuple[re.Pattern[str], bool]] = []
+    for line in data.decode("utf-8", "surrogateescape").splitlines()[:_MOST_IGNORES]:
         # The time for a match is exponential in the number of stars: a hostile file could stop a build.
         if line.count("**") > 3 or any(part.count("*") > 3 for part in line.split("/")):
             continue
         try:
-            GitIgnoreSpec.from_lines([line])
+            made = GitIgnoreSpec.from_lines([line]).patterns
         except (ValueError, re.error):  # git ignores an invalid pattern as well
             continue
-        patterns.append(line)
-    return GitIgnoreSpec.from_lines(patterns)
+        patterns += [(rule.regex, rule.include) for rule in made if rule.regex and rule.include is not None]
+    return patterns[::-1]
 
 
 def _rules_above(root: Path) -> tuple[_Rules, ...]:
@@ -207,7 +229,7 @@ def _rules_above(root: Path) -> tuple[_Rules, ...]:
     for folder in reversed(above[1 : depth + 1]):
         way = root.relative_to(folder).as_posix() + "/"
         rules = (*rules, _Rules(_gitignore(str(folder / ".gitignore")), before=way))
-        if any(rules[-1].spec.match_file(way[: found.end()]) for found in re.finditer("/", way)):
+        if any(_Rules(rules[-1].patterns).decide(way[: found.end()]) for found in re.finditer("/", way)):
             return ()
     return rules
 
