@@ -6,6 +6,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,13 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def new_workers() -> Iterator[None]:
+    workers._end()
+    yield
+    workers._end()
+
+
+@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths that are read by a reader, not taken from the cache."""
     seen: list[str] = []
@@ -40,6 +49,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(path)
         return read(root, path)
 
+    monkeypatch.setattr(workers, "_borrow", lambda: None)
     monkeypatch.setattr(workers, "read", spy)
     return seen
 
@@ -167,13 +177,13 @@ print(len(read_all(Repository.open("."), 2)))
 
 
 def test_a_file_that_kills_its_reader_costs_only_its_own_facts(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, new_workers: None
 ) -> None:
     paths = Repository.open(str(many(root))).files
     program = workers._PROGRAM.replace(
-        "work(sys.argv[1])",
+        "work()",
         "import os, repopages.reading.workers as w; real = w.read;"
-        " w.read = lambda root, path: os._exit(11) if path == 'n7.py' else real(root, path); work(sys.argv[1])",
+        " w.read = lambda root, path: os._exit(11) if path == 'n7.py' else real(root, path); work()",
     )
     monkeypatch.setattr(workers, "_PROGRAM", program)
     found = {facts.path: facts for facts in workers.read_files(root, paths, 2)}
@@ -183,12 +193,14 @@ def test_a_file_that_kills_its_reader_costs_only_its_own_facts(
     assert [path for path, facts in found.items() if facts.problem] == ["n7.py"]
 
 
-def test_a_reader_that_never_ends_is_stopped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_ends_is_stopped(
+    root: Path, monkeypatch: pytest.MonkeyPatch, new_workers: None
+) -> None:
     paths = Repository.open(str(many(root, 20))).files
     program = workers._PROGRAM.replace(
-        "work(sys.argv[1])",
+        "work()",
         "import time, repopages.reading.workers as w; real = w.read;"
-        " w.read = lambda root, path: time.sleep(99) if path == 'n3.py' else real(root, path); work(sys.argv[1])",
+        " w.read = lambda root, path: time.sleep(99) if path == 'n3.py' else real(root, path); work()",
     )
     monkeypatch.setattr(workers, "_PROGRAM", program)
     monkeypatch.setattr(workers, "_SLOW", 2.0)
@@ -196,11 +208,13 @@ def test_a_reader_that_never_ends_is_stopped(root: Path, monkeypatch: pytest.Mon
     assert [path for path, facts in found.items() if facts.problem] == ["n3.py"]
 
 
-def test_without_processes_the_files_are_read_here(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_processes_the_files_are_read_here(
+    root: Path, monkeypatch: pytest.MonkeyPatch, new_workers: None
+) -> None:
     paths = Repository.open(str(many(root, 20))).files
     monkeypatch.setattr(workers, "_PROGRAM", "raise SystemExit(1)")
     assert {facts.path for facts in workers.read_files(root, paths, 2)} == set(paths)
-    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert {facts.path for facts in workers.read_files(root, paths, 2)} == set(paths)
 
 
@@ -209,7 +223,12 @@ def test_processes_end_with_the_caller(root: Path) -> None:
     stream = workers.read_files(root, Repository.open(str(many(root))).files, 2)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
+    limit = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < limit:
+        time.sleep(0.01)  # a cancelled timer needs a moment
     assert threading.active_count() == before
+    workers._end()
+    assert workers._idle.empty()
 
 
 def test_progress_counts_every_file(root: Path) -> None:

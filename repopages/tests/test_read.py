@@ -9,6 +9,7 @@ import pytest
 from repopages.reading import read as reading
 from repopages.reading.model import Facts
 from repopages.reading.read import MOST_TEXT, read
+from repopages.reading.workers import read_files
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ _HOSTILE = {
 @pytest.mark.parametrize("name", sorted(_HOSTILE))
 def test_no_content_stops_the_readers(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(_HOSTILE[name])
-    facts = read(tmp_path, name)
+    (facts,) = read_files(tmp_path, [name], 1)
     assert facts.size == (tmp_path / name).stat().st_size
     assert facts.hidden in ("", "binary")
 

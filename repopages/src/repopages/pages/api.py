@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from repopages.pages.book import VALUES, Page
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
-from repopages.reading import docstrings
 from repopages.reading.docstrings import Docstring, Link, inline, markdown, parse
 from repopages.reading.model import Item
 
@@ -134,9 +133,7 @@ def _field(field: Sequence[str], link: Link) -> str:
 
 def example(text: str, link: Link) -> str:
     """Return an example of a docstring: code as a block, text around it as text."""
-    text = textwrap.dedent(text).strip("\n")
-    prose = text[:1].isupper() and not text.startswith(">>> ") and "\n\n" in text
-    return f"**Example**\n\n{markdown(text, link) if prose else docstrings.code(text)}"
+    return f"**Example**\n\n{markdown(text, link)}"
 
 
 def _values(page: Page, items: Sequence[Item], prefix: str, level: int) -> str:
@@ -145,23 +142,29 @@ def _values(page: Page, items: Sequence[Item], prefix: str, level: int) -> str:
     kinds = {(item.kind, item.public) for item in items}
     for item in items:
         name = f"{prefix}{item.name}"
-        mark = anchor(anchors[name]) if anchors[name] else ""
-        doc = parse(item.doc)
+        kind = item.kind if item.public else f"{item.kind}, internal"
         rows.append(
             [
-                f"{mark}{code(item.name)}",
-                "" if len(kinds) == 1 else item.kind if item.public else f"{item.kind}, internal",
-                code(item.signature) if item.signature and item.signature != item.value else "",
-                value_of(item) if item.value and item.value != item.name else "",
+                anchor(anchors[name]) + code(_declared(item)),
+                kind if len(kinds) > 1 else "",
                 page.line(item.line),
-                inline(doc.summary, page.linker(name, item)),
+                inline(parse(item.doc).summary, page.linker(name, item)),
             ]
         )
-    head = ["name", "kind", "type", "value", "line", "meaning"]
+    made = without_empty(["name", "kind", "line", "meaning"], rows)
     if prefix:
-        return without_empty(head, rows)
+        return made
     title = " and ".join(sorted({f"{item.kind}s" for item in items})).capitalize()
-    return f"{'#' * level} {title}\n\n{without_empty(head, rows)}"
+    return f"{'#' * level} {title}\n\n{made}"
+
+
+def _declared(item: Item) -> str:
+    """Return a constant or an attribute with its type and value, as far as they say more than its name."""
+    written, value = " ".join(item.signature.split()), _shortened(item.value)
+    if item.name in re.findall(r"\w+", written):
+        return _shortened(written)  # the whole declaration, as in C or Rust
+    typed = f"{item.name}: {written}" if written and written != item.value else item.name
+    return f"{typed} = {value}" if value and value != item.name else typed
 
 
 def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -172,10 +175,13 @@ def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def value_of(item: Item) -> str:
     """Return the value of a constant or a key, cut if it is long."""
-    written = " ".join((item.value or item.signature).split())
-    return (
-        code(written if len(written) <= _MOST_VALUE else f"{written[: _MOST_VALUE - 1]}…") if written else ""
-    )
+    written = _shortened(item.value or item.signature)
+    return code(written) if written else ""
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_VALUE else f"{text[: _MOST_VALUE - 1]}…"
 
 
 def _keys(page: Page) -> str:

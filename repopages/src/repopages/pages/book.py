@@ -1,12 +1,10 @@
 """The input of every section of a page: the library, the output, and links from the page."""
 
-import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
-from urllib.parse import unquote
+from itertools import islice, pairwise
 
 from repopages.pages import markup
 from repopages.pages.addresses import file_keywords, file_page, folder_index, folder_page, relative
@@ -59,10 +57,13 @@ class Book:
     def summary(self, path: str) -> str:
         """Return one line of Markdown about a file: what it says of itself, or else its names. No links."""
         if path not in self._summaries:
-            facts = self.library.files[path]
-            said, names = described(facts)[0], main_names(facts)
-            self._summaries[path] = inline(said, unlinked) or (f"Defines {names}" if names else "")
+            names = main_names(self.library.files[path])
+            self._summaries[path] = self.said(path) or (f"Defines {names}" if names else "")
         return self._summaries[path]
+
+    def said(self, path: str) -> str:
+        """Return what a file says of itself as one line of Markdown, or an empty text."""
+        return inline(described(self.library.files[path])[0], unlinked)
 
     def anchors(self, path: str) -> dict[str, str]:
         """Return the anchor on its page of every definition in a file, by its dotted name."""
@@ -76,15 +77,20 @@ class Book:
             self._sections[path] = section_anchors(self.library.files[path])
         return self._sections[path]
 
-    def linked(self, path: str, target: str) -> str | None:
-        """Return the file of the repository that a link of a document leads to, or None."""
-        written = unquote(re.split(r"[#?]", target)[0])
-        if not written or re.match(r"[a-zA-Z][\w+.-]*:|//", written):
-            return None
-        folder = posixpath.dirname(path)
-        joined = written[1:] if written.startswith("/") else posixpath.join(folder, written)
-        found = posixpath.normpath(joined)
-        return found if found in self.library.files else None
+    @cached_property
+    def uses(self) -> dict[str, dict[str, list[str]]]:
+        """The files that use a definition of a file which they import, by file and name of the definition."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for path, facts in self.library.files.items():
+            edges = [edge for edge in self.library.imports(path) if edge.target != path]
+            stems = {stem_of(edge.target): edge.target for edge in edges}
+            pairs = {(edge.target, name) for edge in edges for name in edge.names}
+            for name in facts.names if stems else ():
+                parts = name.split(".")
+                pairs |= {(stems[first], second) for first, second in pairwise(parts) if first in stems}
+            for target, name in pairs:
+                found.setdefault(target, {}).setdefault(name, []).append(path)
+        return found
 
     @cached_property
     def has_tests(self) -> bool:
@@ -217,6 +223,13 @@ class Page:
             return self.place(place, text)
 
         return linked
+
+
+def stem_of(path: str) -> str:
+    """Return the name by which other files import a file: its own without suffix, or its folder's."""
+    folder, _, name = path.rpartition("/")
+    stem = name.partition(".")[0]
+    return folder.rpartition("/")[2] if stem in ("__init__", "index", "mod") else stem
 
 
 def unlinked(code: str, shown: str = "") -> str:

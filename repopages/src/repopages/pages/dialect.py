@@ -45,6 +45,10 @@ class Dialect(Protocol):
     def keyword_pages(self) -> bool:
         """Whether the keywords of a file have a page, instead of a section at the end of the file's page."""
 
+    @property
+    def trail(self) -> bool:
+        """Whether pages begin with links to the folders above them."""
+
     def listing(self, facts: Facts) -> str:
         """Return the source of a file as a block, or a placeholder for it."""
 
@@ -83,6 +87,7 @@ class GitHub:
     suffix: str = ".md"
     top: str = ""
     keyword_pages: bool = True
+    trail: bool = True
 
     @property
     def name(self) -> str:

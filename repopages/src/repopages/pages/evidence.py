@@ -34,11 +34,6 @@ def dependencies(page: Page) -> str:
     if late:
         names = listed([code(name) for name in late])
         parts.append(f"Imported inside functions, so only when they run: {names}.")
-    links = [target for target, _ in facts.links if not re.match(r"[a-z]+:|#|//", target)]
-    if facts.role == "document" and links:
-        parts.append(
-            f"It links to {counted(len(set(links)), 'file')} of the repository; see the cross-references."
-        )
     return "\n\n".join(parts) or _no_imports(page)
 
 
@@ -80,9 +75,9 @@ def _evidence(held: Sequence[Finding]) -> str:
     return ", ".join(code(text) for text in different[:2]) + more
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, most: int = _MOST_CODE) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _MOST_CODE else f"{text[: _MOST_CODE - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _not_found(page: Page, sentence: str) -> str:
@@ -175,7 +170,8 @@ def safety(page: Page) -> str:
     if facts.raised:
         parts.append(f"Errors that it raises ({counted(len(facts.raised), 'place')}):")
         rows = [
-            [_error(page, error), escape(_cut(error.message)), _where(page, error)] for error in facts.raised
+            [_error(page, error), inline(_cut(error.message, 200), unlinked), _where(page, error)]
+            for error in facts.raised
         ]
         parts.append(without_empty(["error", "message", "raised in"], rows))
     if facts.caught:
@@ -302,30 +298,32 @@ def related(page: Page) -> str:
 
 
 def references(page: Page) -> str:
-    """Return which names other files import, documents about the file, and names of re-exports."""
-    parts = []
-    importers = [edge for edge in page.library.importers(page.path) if edge.source != page.path]
-    if importers:
-        users: dict[str, list[Edge]] = {}
-        for edge in importers:
-            for name in edge.names or ("",):
-                users.setdefault(name, []).append(edge)
-        anchors = page.book.anchors(page.path)
-        rows = []
-        for name, edges in sorted(users.items(), key=lambda pair: (not pair[0], -len(pair[1]), pair[0])):
-            shown = code(name) if name else "the whole file"
-            if anchors.get(name):
-                shown = page.file(page.path, anchors[name], shown)
-            where = [
-                f"{page.file(edge.source)} (line {page.line(edge.line, path=edge.source)})" for edge in edges
-            ]
-            rows.append([shown, listed(where, 10)])
-        parts.append(table(["name", "imported by"], rows))
-    parts += [_exports(page), _documents(page), _links(page)]
+    """Return where other files use its names, documents about the file, and names of re-exports."""
+    parts = [_users(page), _exports(page), _documents(page), _links(page)]
     found = "\n\n".join(part for part in parts if part)
     return found or (
         "No file of the repository imports it, and no document links to it or mentions one of its names."
     )
+
+
+def _users(page: Page) -> str:
+    """Return the files that use each definition, and those that import the file as a whole."""
+    anchors, users = page.book.anchors(page.path), page.book.uses.get(page.path, {})
+    lines = {edge.source: edge.line for edge in page.library.importers(page.path)}
+    known = {name: paths for name, paths in users.items() if name in anchors}
+    rows = [
+        [page.file(page.path, anchors[name], code(name)), listed([page.file(path) for path in paths], 10)]
+        for name, paths in sorted(known.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    ]
+    using = {path for paths in known.values() for path in paths}
+    whole = [
+        f"{page.file(path)} (line {page.line(line, path=path)})"
+        for path, line in lines.items()
+        if path not in using and path != page.path
+    ]
+    if whole:
+        rows.append(["the file itself", listed(whole, 10)])
+    return table(["name", "used in"], rows) if rows else ""
 
 
 def _exports(page: Page) -> str:
@@ -350,10 +348,10 @@ def _documents(page: Page) -> str:
 
 def _links(page: Page) -> str:
     """Return the files of the repository that a document links to."""
-    links = dict[str, list[int]]()
-    for target, line in page.facts.links:
-        path = page.book.linked(page.path, target)
-        if path and path != page.path:
-            links.setdefault(path, []).append(line)
-    rows = [[page.file(path), page.lines(lines), page.book.summary(path)] for path, lines in links.items()]
-    return without_empty(["it links to", "lines", "purpose"], rows) if rows else ""
+    rows = []
+    for edge in page.library.links(page.path):
+        is_file = edge.target in page.library.files
+        if is_file or edge.target in page.library.folders:
+            shown = page.file(edge.target) if is_file else page.folder(edge.target)
+            rows.append([shown, page.line(edge.line), page.book.summary(edge.target) if is_file else ""])
+    return without_empty(["it links to", "line", "purpose"], rows) if rows else ""

@@ -75,7 +75,7 @@ class FolderPage:
 def folder_summary(book: Book, path: str) -> str:
     """Return one line about a folder, from its README or its package docstring, or an empty text."""
     names = {file.rpartition("/")[2].lower(): file for file in book.library.folders[path].files}
-    texts = (book.summary(names[name]) for name in _FIRST if name in names)
+    texts = (book.said(names[name]) for name in _FIRST if name in names)
     return next((text for text in texts if text), "")
 
 
@@ -151,12 +151,14 @@ def _trail(folder: FolderPage, *, page: bool) -> str:
         for path in above
     ]
     other = (
-        folder.link(folder_index(folder.path), "index")
+        folder.link(folder_index(folder.path), "index: files and keywords")
         if page
-        else folder.link(folder_page(folder.path), "page")
+        else folder.link(folder_page(folder.path), "page: structure and imports")
     )
     here = code(f"{names[-1]}/") if names else code(folder.library.name)
-    return " / ".join([*links, here]) + f" ({other} of this folder)"
+    if not folder.book.dialect.trail:
+        return f"See its {other}."
+    return " / ".join([*links, here]) + f" (see its {other})"
 
 
 def page_of(folder: FolderPage) -> str:
@@ -179,7 +181,7 @@ def _metadata(folder: FolderPage) -> str:
     facts = [folder.library.files[path] for path in folder.files]
     deep = sum(1 for _ in _folders_below(folder.library, folder.path))
     rows = [
-        ["path", code(f"{folder.path}/" if folder.path else "the root of the repository")],
+        ["path", code(f"{folder.path}/") if folder.path else "the root of the repository"],
         ["directly in it", _held(folder.library, folder.path) or "nothing"],
         ["below it", f"{counted(len(facts), 'file')}, {counted(deep, 'folder')}"],
         ["lines", f"{sum(held.lines for held in facts):,}"],

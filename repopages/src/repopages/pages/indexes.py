@@ -12,23 +12,23 @@ _MOST_PLACES = 12
 _MOST_WORDS = 1500  # of a page: GitHub does not render files of more than about 500 KB
 
 
-def keyword_table(page: Page, found: Sequence[Keyword], here: str = "") -> str:
-    """Return the keywords of one file as a table.
+def keyword_list(page: Page, found: Sequence[Keyword], here: str = "") -> str:
+    """Return the keywords of one file as a list.
 
     Args:
         page: The file's page.
         found: Its keywords, sorted.
-        here: Address of the page with the table, if it is another one.
+        here: Address of the page with the list, if it is another one.
     """
     dialect = page.book.dialect
     there = page.here + dialect.suffix if here else ""
-    rows = []
+    lines = []
     for word, places in by_word(found).items():
         links = [
             f"{_place(keyword, relative(here, there, keyword.anchor))} ({keyword.kind})" for keyword in places
         ]
-        rows.append([code(word), listed(links, _MOST_PLACES)])
-    return table(["keyword", "section"], rows, most=len(rows))
+        lines.append(f"- {code(word)}: {listed(links, _MOST_PLACES)}")
+    return "\n".join(lines)
 
 
 def _place(keyword: Keyword, target: str) -> str:
@@ -53,7 +53,7 @@ def keyword_page(page: Page) -> str:
     back = link(code(page.path), relative(here, page.here + page.book.dialect.suffix))
     head = f"# Keywords of {code(page.path)}\n\n{counted(len(by_word(found)), 'keyword')} of {back}"
     return (
-        f"{head}, each with the sections of its page that explain it.\n\n{keyword_table(page, found, here)}\n"
+        f"{head}, each with the sections of its page that explain it.\n\n{keyword_list(page, found, here)}\n"
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from repopages.pages import evidence, sections
 from repopages.pages.book import SECTIONS, Page
-from repopages.pages.indexes import keyword_table
+from repopages.pages.indexes import keyword_list
 from repopages.pages.keywords import keywords_of
 from repopages.pages.markup import code, counted, escape
 
@@ -27,10 +27,12 @@ _WRITERS: tuple[Callable[[Page], str], ...] = (
 
 def file_text(page: Page) -> str:
     """Return the page of a file."""
-    names = page.facts.folder.split("/") if page.facts.folder else []
-    above = ["/".join(names[:depth]) for depth in range(len(names) + 1)]
-    trail = " / ".join(page.folder(path, index=True) for path in above)
-    parts = [f"# {escape(page.facts.name)}", f"{trail} / {code(page.facts.name)}"]
+    parts = [f"# {escape(page.facts.name)}"]
+    if page.book.dialect.trail:
+        names = page.facts.folder.split("/") if page.facts.folder else []
+        above = ["/".join(names[:depth]) for depth in range(len(names) + 1)]
+        trail = " / ".join(page.folder(path, index=True) for path in above)
+        parts.append(f"{trail} / {code(page.facts.name)}")
     for title, write in zip(SECTIONS, _WRITERS, strict=True):
         parts += [f"## {title}", write(page)]
     found = keywords_of(page.book, page.path)
@@ -38,5 +40,5 @@ def file_text(page: Page) -> str:
     if page.book.dialect.keyword_pages:
         parts.append(f"[{counted(len(found), 'keyword')} of this file]({page.keywords_link})")
     else:
-        parts.append(keyword_table(page, found))
+        parts.append(keyword_list(page, found))
     return "\n\n".join(parts) + "\n"

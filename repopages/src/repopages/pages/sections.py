@@ -13,6 +13,7 @@ from repopages.reading.docstrings import inline, markdown, parse
 _REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `+(?P<name>[\w.]+)`+")
 _DIFFERENCES = "Differences from "
 _MOST_TEXT = 160
+_HUB = 10  # importers
 
 
 def metadata(page: Page) -> str:
@@ -279,16 +280,12 @@ def _roles(page: Page) -> list[str]:
     made = [_entry(page)]
     if facts.tests:
         made.append(f"A test file with {counted(facts.tests, 'test')}.")
-    if importers and imported:
-        made.append(
-            f"It stands between {counted(len(importers), 'importer')} and {counted(len(imported), 'import')}."
-        )
-    elif importers:
-        made.append(
-            f"A leaf: {counted(len(importers), 'file')} import it, and it imports no file of the repository."
-        )
+    if importers:
+        what = "A hub: it" if len(importers) >= _HUB else "It" if imported else "A leaf: it"
+        imports = f"imports {counted(len(imported), 'file')}" if imported else "imports no file"
+        made.append(f"{what} {imports} of the repository and is imported by {len(importers):,}.")
     elif imported:
-        made.append(f"No file imports it, and it imports {counted(len(imported), 'file')}.")
+        made.append(f"No file imports it, and it imports {counted(len(imported), 'file')} of the repository.")
     elif facts.imports:
         made.append("It imports only from outside the repository, and no file of the repository imports it.")
     elif facts.role in ("document", "data", "other"):

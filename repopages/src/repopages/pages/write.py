@@ -197,17 +197,18 @@ def file_inputs(book: Book, path: str) -> list[object]:
     edges = [*library.imports(path), *library.importers(path)]
     uses = [*library.tests(path), *library.examples(path)]
     related = library.related(path)
-    linked = [book.linked(path, target) for target, _ in library.files[path].links]
-    shown = {edge.target for edge in edges} | {use.path for use in uses} | {other for other, _ in related}
+    links = [*library.links(path), *library.linked(path)]
+    shown = {edge.target for edge in (*edges, *links)} & library.files.keys()
+    shown |= {use.path for use in uses} | {other for other, _ in related}
     names = {item.name for _, _, item in library.public(path)}
     return [
         *(library.files[path].digest, path, library.module(path), library.chain(path), library.outside(path)),
-        *(edges, uses, related, linked),
-        [(other, book.summary(other)) for other in sorted(shown.union(filter(None, linked)))],
+        *(edges, uses, related, links),
+        [(other, book.summary(other)) for other in sorted(shown)],
         [(name, dotted) for name, dotted, _ in library.public(path)],
         [(other, part.title, book.sections(other)[part.anchor]) for other, part in library.documents(path)],
         [library.files[other].digest for other, part, _ in book.benchmarks if part.words & names],
-        book.has_tests,
+        *(book.has_tests, sorted(book.uses.get(path, {}).items())),
     ]
 
 

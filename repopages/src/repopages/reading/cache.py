@@ -70,16 +70,16 @@ def read_all(
             progress("reading", len(found), total)
 
     with _Cache(cache_folder(repository.root)) as kept:
-        missing = []
+        missing: dict[str, int] = {}
         for path in repository.files:
             plain = read(repository.root, path, readers={})
             known = kept.get(plain)
             if known is None:
-                missing.append(path)
+                missing[path] = hash(plain.text)
             else:
                 add(known)
-        for facts in read_files(repository.root, missing, jobs or _cores()):
-            kept.put(facts)
+        for facts in read_files(repository.root, list(missing), jobs or _cores()):
+            kept.put(facts, plain=hash(facts.text) == missing[facts.path])
             add(facts)
     return {path: found[path] for path in repository.files}
 
@@ -134,13 +134,14 @@ class _Cache:
             return None
         if row[0] != _today():
             self._used.append((_today(), *key))
-        # The text is not stored: it was just read, to know its digest.
-        return replace(facts, text=plain.text) if isinstance(facts, Facts) else None
+        if not isinstance(facts, Facts):
+            return None
+        return facts if facts.text else replace(facts, text=plain.text)
 
-    def put(self, facts: Facts) -> None:
-        """Keep the facts of a file."""
+    def put(self, facts: Facts, *, plain: bool) -> None:
+        """Keep the facts of a file, without its text if that is the content, which is read each time."""
         if facts.digest:
-            data = pickle.dumps(replace(facts, text=""), protocol=5)
+            data = pickle.dumps(replace(facts, text="") if plain else facts, protocol=5)
             self._new.append((os.fsencode(facts.path), facts.digest, self._version, _today(), data))
         if len(self._new) >= _BATCH:
             self._write()

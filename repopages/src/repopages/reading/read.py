@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from repopages.reading import languages, python
+from repopages.reading import data, documents, languages, notebooks, python, rst
 from repopages.reading.detect import language_of
 from repopages.reading.model import Facts
 
@@ -38,7 +38,15 @@ _NO_TEXT = frozenset({"idna", "mbcs", "oem", "punycode", "raw_unicode_escape", "
 Reader = Callable[[Facts], Facts]
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
-READERS: dict[str, Reader] = {"Python": python.read, **dict.fromkeys(languages.LANGUAGES, languages.read)}
+READERS: dict[str, Reader] = {
+    "Python": python.read,
+    "Markdown": documents.read_markdown,
+    "reStructuredText": rst.read_rst,
+    "Notebook": notebooks.read_notebook,
+    "Text": documents.read_text,
+    **dict.fromkeys(("TOML", "YAML", "JSON"), data.read_data),
+    **dict.fromkeys(languages.LANGUAGES, languages.read),
+}
 """The reader of each language. Files of other languages have no facts beyond those of any file."""
 
 
@@ -54,13 +62,13 @@ def read(root: Path, path: str, readers: Mapping[str, Reader] | None = None) -> 
         Its facts. `hidden` says why its text is not shown, `problem` why facts are missing.
     """
     try:
-        facts, data = _open(root, path)
+        facts, content = _open(root, path)
     except OSError as error:
         reason = "it disappeared" if isinstance(error, FileNotFoundError) else error.strerror or "unreadable"
         return Facts(path=path, size=0, language="Binary", role="other", hidden=reason, problem=reason)
-    if data is None:
+    if content is None:
         return facts
-    facts = _with_text(facts, data)
+    facts = _with_text(facts, content)
     reader = (READERS if readers is None else readers).get(facts.language)
     return facts if reader is None or facts.hidden else _understand(facts, reader)
 
@@ -93,7 +101,7 @@ def _open(root: Path, path: str) -> tuple[Facts, bytes | None]:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(0, "it is no regular file any more")
         head = file.read(_HEAD)
-        data = head if found.st_size > MOST_TEXT else head + file.read(MOST_TEXT)
+        content = head if found.st_size > MOST_TEXT else head + file.read(MOST_TEXT)
     language, lexer, role = language_of(path, head)
     facts = Facts(path=path, size=found.st_size, language=language, role=role, lexer=lexer)
     if found.st_size > MOST_TEXT:
@@ -103,12 +111,12 @@ def _open(root: Path, path: str) -> tuple[Facts, bytes | None]:
         why = f"{found.st_size:,} bytes, more than the {MOST_TEXT:,} that are shown" if text else "binary"
         facts = replace(facts, hidden=why, digest=digest)
         return facts if text else _as_binary(facts), None
-    facts = replace(facts, digest=hashlib.sha256(data).hexdigest(), size=len(data))
-    return (facts, data) if language != "Binary" else (_as_binary(facts), None)
+    facts = replace(facts, digest=hashlib.sha256(content).hexdigest(), size=len(content))
+    return (facts, content) if language != "Binary" else (_as_binary(facts), None)
 
 
-def _with_text(facts: Facts, data: bytes) -> Facts:
-    decoded = _decode(data, python=facts.language == "Python")
+def _with_text(facts: Facts, content: bytes) -> Facts:
+    decoded = _decode(content, declares=facts.language == "Python")
     if decoded is None:
         return _as_binary(facts)
     text, encoding = decoded
@@ -119,34 +127,34 @@ def _as_binary(facts: Facts) -> Facts:
     return replace(facts, hidden="binary", language="Binary", role="other", lexer="text")
 
 
-def _decode(data: bytes, *, python: bool = False) -> tuple[str, str] | None:
+def _decode(content: bytes, *, declares: bool = False) -> tuple[str, str] | None:
     """Return the text and the encoding, or None for bytes that are no text."""
-    tried = [encoding for mark, encoding in _MARKS.items() if data.startswith(mark)][:1]
-    tried += _declared(data) if python else []
-    tried += _without_mark(data) or ["utf-8"]
+    tried = [encoding for mark, encoding in _MARKS.items() if content.startswith(mark)][:1]
+    tried += _declared(content) if declares else []
+    tried += _without_mark(content) or ["utf-8"]
     for encoding in tried:
         try:
-            text = data.decode(encoding)
+            text = content.decode(encoding)
         except (UnicodeError, LookupError):
             continue
         return (text, encoding) if "\0" not in text[:_HEAD] else None
-    text = data.decode("latin-1")
+    text = content.decode("latin-1")
     # Any bytes are valid Latin-1. Control characters show that they were not meant as text.
     return (text, "latin-1") if len(_CONTROL.findall(text)) * 200 <= len(text) else None
 
 
-def _declared(data: bytes) -> list[str]:
+def _declared(content: bytes) -> list[str]:
     """Return the encoding that a Python file declares in its first two lines (PEP 263)."""
     try:
-        name = codecs.lookup(tokenize.detect_encoding(io.BytesIO(data).readline)[0]).name
+        name = codecs.lookup(tokenize.detect_encoding(io.BytesIO(content).readline)[0]).name
     except (SyntaxError, LookupError, ValueError):
         return []
     return [] if name.replace("-", "_") in _NO_TEXT else [name]
 
 
-def _without_mark(data: bytes) -> list[str]:
+def _without_mark(content: bytes) -> list[str]:
     """Return UTF-16 for text in it without a mark, in which every other byte is zero."""
-    head = data[:_HEAD]
+    head = content[:_HEAD]
     for encoding, zeros, letters in (
         ("utf-16-le", head[1::2], head[::2]),
         ("utf-16-be", head[::2], head[1::2]),

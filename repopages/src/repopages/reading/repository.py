@@ -13,8 +13,8 @@ from repopages.errors import OptionError
 
 _SKIPPED = {".bzr", ".eggs", ".git", ".hg", ".hypothesis", ".ipynb_checkpoints", ".jj", ".mypy_cache", ".nox"}
 _SKIPPED |= {".pytest_cache", ".ruff_cache", ".svn", ".tox", ".venv", "__pycache__", "node_modules"}
-_MARKS = ("pyvenv.cfg", "CACHEDIR.TAG")
-"""Files that mark a folder as made by a program: a virtual environment, a cache."""
+_MARKS = ("pyvenv.cfg", "CACHEDIR.TAG", ".repopages.json")
+"""Files that mark a folder as made by a program: a virtual environment, a cache, the pages of this one."""
 
 _CHECKOUT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "package.json", "Cargo.toml", "go.mod")
 _MOST_IGNORES = 1000
@@ -26,7 +26,7 @@ class _Rules:
     """Patterns of one `.gitignore` file.
 
     Args:
-        patterns: Expressions that match paths, the last one first, each with whether it ignores or re-includes.
+        patterns: Expressions that match paths, the last one first, each with whether it ignores them.
         skipped: Length of the path of its folder from the root, with "/" at its end.
         before: Path of the root from its folder, for a folder above the root, with "/" at its end.
     """
@@ -38,9 +38,9 @@ class _Rules:
     def decide(self, path: str) -> bool | None:
         """Return whether a path from the root is ignored, or None if no pattern matches it.
 
-        The walk asks for every folder on the way, so that a pattern has to match the path itself. pathspec's own
-        check also takes a match of a folder above, and ranks patterns of folders below those of files: `*` and
-        `!*/` would ignore every folder.
+        The walk asks for every folder on the way, so that a pattern has to match the path itself. pathspec's
+        own check also takes a match of a folder above, and ranks patterns of folders below those of files:
+        `*` and `!*/` would ignore every folder.
         """
         inside = self.before + path[self.skipped :]
         return next((ignores for pattern, ignores in self.patterns if _matches(pattern, inside)), None)
@@ -211,11 +211,10 @@ def _gitignore(path: str) -> list[tuple[re.Pattern[str], bool]]:
         if line.count("**") > 3 or any(part.count("*") > 3 for part in line.split("/")):
             continue
         try:
-            for made in GitIgnoreSpec.from_lines([line]).patterns:
-                if made.include is not None and made.regex is not None:
-                    patterns.append((made.regex, made.include))
+            made = GitIgnoreSpec.from_lines([line]).patterns
         except (ValueError, re.error):  # git ignores an invalid pattern as well
             continue
+        patterns += [(rule.regex, rule.include) for rule in made if rule.regex and rule.include is not None]
     return patterns[::-1]
 
 

@@ -5,6 +5,7 @@ hostile repository's `struct.py` would run. They also leave the caller's `__main
 scripts without a guard and scripts from stdin can read a repository.
 """
 
+import atexit
 import io
 import os
 import pickle
@@ -21,17 +22,12 @@ from typing import IO, Any
 from repopages.reading.model import Facts
 from repopages.reading.read import read
 
-_FEW = 16
-"""Files below which starting a process takes longer than reading them."""
-
 _SLOW = 60.0
 """Seconds for one file."""
 
 _START = 60.0
 _READY = "ready"
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[2:]; from repopages.reading.workers import work; work(sys.argv[1])"
-)
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from repopages.reading.workers import work; work()"
 
 
 def read_files(root: Path, paths: Sequence[str], jobs: int) -> Iterator[Facts]:
@@ -40,17 +36,15 @@ def read_files(root: Path, paths: Sequence[str], jobs: int) -> Iterator[Facts]:
     Args:
         root: The repository's folder.
         paths: The files.
-        jobs: Number of processes. With few files they are read in this one.
+        jobs: Number of processes.
     """
-    count = min(jobs, len(paths) // 8)
-    if len(paths) < _FEW or count < 1 or not sys.executable:
-        yield from (read(root, path) for path in paths)
-        return
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Facts | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Facts] = queue.SimpleQueue()
     for path in paths:
         todo.put(path)
     stopped = threading.Event()
+    # Starting a process takes as long as reading some ten files.
+    count = max(1, min(jobs, len(paths) // 16)) if paths else 0
     threads = [
         threading.Thread(target=_feed, args=(root, todo, done, stopped), daemon=True) for _ in range(count)
     ]
@@ -58,67 +52,71 @@ def read_files(root: Path, paths: Sequence[str], jobs: int) -> Iterator[Facts]:
         thread.start()
     try:
         for _ in paths:
-            facts = done.get()
-            assert facts is not None
-            yield facts
+            yield done.get()
     finally:
-        stopped.set()  # an error or ctrl-C in the caller: let no process outlive it
+        stopped.set()  # an error or ctrl-C in the caller
         for thread in threads:
             thread.join()
 
 
 def _feed(
-    root: Path,
-    todo: "queue.SimpleQueue[str]",
-    done: "queue.SimpleQueue[Facts | None]",
-    stopped: threading.Event,
+    root: Path, todo: "queue.SimpleQueue[str]", done: "queue.SimpleQueue[Facts]", stopped: threading.Event
 ) -> None:
     """Pass files to one process, and start another if it dies."""
     worker: _Worker | None = None
-    startable = True
     while not stopped.is_set():
         try:
             path = todo.get_nowait()
         except queue.Empty:
             break
-        if worker is None and startable:
-            worker = _Worker(root)
-            startable = worker.answer(_START) == _READY
-        if worker is None or not startable:
+        worker = worker or _borrow()
+        if worker is None:
             done.put(read(root, path))
             continue
-        facts = worker.read(path)
+        facts = worker.read(root, path)
         if facts is None:
             worker.close()
             worker, why = None, f"the reader crashed, or took more than {_SLOW:.0f} s"
             facts = replace(read(root, path, readers={}), problem=why)
         done.put(facts)
     if worker is not None:
-        worker.close()
+        _idle.put(worker)
+
+
+def _borrow() -> "_Worker | None":
+    """Return a process that waits for files, or None if this machine cannot start one."""
+    try:
+        return _idle.get_nowait()
+    except queue.Empty:
+        pass
+    try:
+        worker = _Worker()
+    except OSError:
+        return None
+    if worker.answer(_START) == _READY:
+        return worker
+    worker.close()
+    return None
 
 
 class _Worker:
-    """A process that reads one file after the other.
+    """A process that reads one file after the other."""
 
-    Args:
-        root: The repository's folder.
-    """
-
-    def __init__(self, root: Path) -> None:
+    def __init__(self) -> None:
         # `-I`: neither the current folder nor the environment adds to its `sys.path`.
         paths = [os.path.abspath(path) for path in sys.path if path]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, str(root), *paths],
+            [sys.executable or "python3", "-I", "-c", _PROGRAM, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
 
-    def read(self, path: str) -> Facts | None:
+    def read(self, root: Path, path: str) -> Facts | None:
         """Return the facts of a file, or None if the process died or took too long."""
         assert self._process.stdin is not None
         try:
-            _send(self._process.stdin, path)
+            _send(self._process.stdin, (str(root), path))
         except OSError:
             return None
         found = self.answer(_SLOW)
@@ -142,7 +140,17 @@ class _Worker:
         self._process.communicate()
 
 
-def work(root: str) -> None:
+_idle: "queue.SimpleQueue[_Worker]" = queue.SimpleQueue()
+"""Processes that wait, for the next repository that is read."""
+
+
+@atexit.register
+def _end() -> None:
+    while not _idle.empty():
+        _idle.get().close()
+
+
+def work() -> None:
     """Answer with the facts of every file that is named on stdin, until it is closed."""
     # A reader that prints must not do so between the answers.
     answers = os.fdopen(os.dup(1), "wb")
@@ -150,7 +158,7 @@ def work(root: str) -> None:
     _send(answers, _READY)
     while True:
         try:
-            path = _receive(sys.stdin.buffer)
+            root, path = _receive(sys.stdin.buffer)
         except EOFError:
             return
         _send(answers, read(Path(root), path))

@@ -71,7 +71,7 @@ class Imports:
             return name, name in ("std", "core", "alloc", "proc_macro", "test")
         if language == "Go" and module and not module.startswith("."):
             return module, "." not in module.partition("/")[0]
-        return None
+        return (module, False) if language == "Text" else None  # requirements.txt
 
     def link(self, target: str, facts: Facts) -> str | None:
         """Return the file or folder that a document's link leads to, or None if it leads outside."""

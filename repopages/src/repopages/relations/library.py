@@ -14,6 +14,7 @@ from repopages.reading.repository import Repository
 from repopages.relations.graph import Edge, Folder, Place, Use
 from repopages.relations.imports import Imports
 from repopages.relations.python import Modules
+from repopages.relations.records import with_inherited_fields
 from repopages.relations.uses import NAMED, Uses
 
 __all__ = ["Edge", "Folder", "Library", "Place", "Use", "open_library"]
@@ -73,12 +74,12 @@ class Library:
     ) -> None:
         self.root = root
         self.name = name
-        self.files = files
+        self.files = with_inherited_fields(files, prefix)
         self.prefix = prefix
         self.warnings = list(warnings)
         self.folders: dict[str, Folder] = _folders(files)
-        self._modules = Modules(files, prefix)
-        self._resolver = Imports(files, self.folders)
+        self._modules = Modules(self.files, prefix)
+        self._resolver = Imports(self.files, self.folders)
 
     # Imports and links ----------------------------------------------------------------------------
 

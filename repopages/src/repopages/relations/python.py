@@ -65,15 +65,23 @@ class Modules:
 
     def _folder_name(self, folder: str) -> str:
         """Return the dotted name of a folder: empty for one whose modules are imported by their own names."""
-        inner: list[str] = []
-        while folder in self._packages and folder:
-            folder, _, name = folder.rpartition("/")
-            inner.insert(0, name)
+        outer = self._outside(folder)
+        inner = folder[len(outer) :].strip("/").split("/") if folder != outer else []
+        start = [self._prefix] if self._prefix else self._namespace(outer, inner[0] if inner else "")
+        return ".".join([*start, *inner])
+
+    def _outside(self, folder: str) -> str:
+        """Return the folder around the package of a folder, which Python would have on `sys.path`.
+
+        Every folder in a package is importable, as a namespace if it has no `__init__.py`.
+        """
         if self._prefix:
-            # Every folder below a package is importable, as a namespace if it has no `__init__.py`.
-            return ".".join([self._prefix, *(folder.split("/") if folder else []), *inner])
-        outer = self._namespace(folder, inner[0] if inner else "")
-        return ".".join([*outer, *inner])
+            return ""
+        parts = folder.split("/") if folder else []
+        for count in range(1, len(parts) + 1):
+            if "/".join(parts[:count]) in self._packages:
+                return "/".join(parts[: count - 1])
+        return folder
 
     def _namespace(self, folder: str, package: str) -> list[str]:
         """Return the parts of a folder without `__init__.py` by whose name its modules are imported.
@@ -95,10 +103,11 @@ class Modules:
 
     @cached_property
     def _inside(self) -> dict[str, set[str]]:
-        """The modules directly in each folder."""
+        """The modules and packages directly in each folder."""
         found: dict[str, set[str]] = {}
-        for facts in self._files.values():
-            found.setdefault(facts.folder, set()).add(facts.name.partition(".")[0])
+        for path in [*self._files, *self._packages]:
+            folder, _, name = path.rpartition("/")
+            found.setdefault(folder, set()).add(name.partition(".")[0])
         return found
 
     @cached_property
@@ -130,7 +139,7 @@ class Modules:
         """Return the file of an absolute module name as a file that imports it would find it, or None."""
         if not dotted:
             return None
-        base = self._source_root(importer)
+        base = self._outside(importer.rpartition("/")[0])
         known = self._at(base, dotted)
         top = dotted.partition(".")[0]
         if known is not None or (top in sys.stdlib_module_names and top != self._prefix.partition(".")[0]):
@@ -149,26 +158,18 @@ class Modules:
 
     def top(self, path: str) -> str | None:
         """Return the `__init__.py` of the outermost package around a module, or None if there is none."""
-        folder = self._files[path].folder if path in self._files else None
-        if folder is None or folder not in self._packages:
+        folder = path.rpartition("/")[0]
+        outer = self._outside(folder)
+        if path not in self._files or (folder == outer and not self._prefix):
             return None
-        while folder and folder.rpartition("/")[0] in self._packages:
-            folder = folder.rpartition("/")[0]
-        return next(
-            (init for name in _INITS if (init := f"{folder}/{name}".lstrip("/")) in self._files), None
-        )
+        depth = 0 if self._prefix else outer.count("/") + 1 + bool(outer)
+        top = "/".join(folder.split("/")[:depth])
+        return next((init for name in _INITS if (init := f"{top}/{name}".lstrip("/")) in self._files), None)
 
     def _is_top(self, path: str) -> bool:
         """Return whether a module without dots in its name can be meant by files of other folders."""
         folder = self._files[path].folder
         return folder in self._packages or not folder or folder.rpartition("/")[2] in _SOURCE_ROOTS
-
-    def _source_root(self, path: str) -> str:
-        """Return the folder that Python would have on `sys.path` for a file: the one around its package."""
-        folder = self._files[path].folder if path in self._files else path.rpartition("/")[0]
-        while folder in self._packages and folder:
-            folder = folder.rpartition("/")[0]
-        return folder
 
     def _at(self, base: str, dotted: str) -> str | None:
         if base in self._packages:
