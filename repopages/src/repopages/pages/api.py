@@ -4,9 +4,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from repopages.pages.book import VALUES, Page
+from repopages.pages.book import VALUES, Page, parse
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
-from repopages.reading.docstrings import Docstring, Link, inline, markdown, parse
+from repopages.reading.docstrings import Docstring, Link, inline, markdown
 from repopages.reading.model import Item
 
 EXAMPLES = ("example", "examples", "usage")

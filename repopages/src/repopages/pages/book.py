@@ -3,14 +3,16 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from repopages.pages import markup
 from repopages.pages.addresses import file_keywords, file_page, folder_index, folder_page, relative
 from repopages.pages.dialect import Dialect
 from repopages.pages.markup import MOST_ROWS, code, link, listed, slug
-from repopages.reading.docstrings import Docstring, Link, inline, parse
+from repopages.reading import docstrings
+from repopages.reading.docstrings import Docstring, Link, inline
 from repopages.reading.model import Facts, Item, Section
 from repopages.relations.library import Library, Place
 
@@ -39,6 +41,37 @@ _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^<>`]*\))?$")
 _DESCRIPTIONS = ("description", "project.description", "package.description", "tool.poetry.description")
 
 
+class Keyword(NamedTuple):
+    """A word and the place that explains it.
+
+    Attributes:
+        word: The identifier or concept.
+        kind: "function", "class", "parameter", "import", "module", "raises", "catches", "constant",
+            "environment variable", "option", "heading", "term" and so on.
+        path: The file.
+        anchor: The section or definition on the file's page.
+        section: Title of that section, or dotted name of the definition.
+        summary: One line about it.
+    """
+
+    word: str
+    kind: str
+    path: str
+    anchor: str
+    section: str
+    summary: str = ""
+
+    def url(self, top: str = "", suffix: str = ".md") -> str:
+        """Return its address from the top of an output, not encoded."""
+        return f"{top}{file_page(self.path)}{suffix}#{self.anchor}"
+
+
+@lru_cache(maxsize=1 << 12)
+def parse(doc: str) -> Docstring:
+    """Return a docstring in parts. Several sections of a page need the same ones."""
+    return docstrings.parse(doc)
+
+
 @dataclass(frozen=True, eq=False)
 class Book:
     """All pages of an output.
@@ -46,10 +79,12 @@ class Book:
     Args:
         library: The files and their relations.
         dialect: The output.
+        keywords: Keywords of each file, filled in when they are first needed.
     """
 
     library: Library
     dialect: Dialect
+    keywords: dict[str, list[Keyword]] = field(default_factory=dict, repr=False)
     _summaries: dict[str, str] = field(default_factory=dict, repr=False)
     _anchors: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     _sections: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
@@ -102,7 +137,7 @@ class Book:
         """Sections of documents with recorded benchmarks, each with its lines."""
         found = []
         for path, facts in self.library.files.items():
-            if facts.role == "document" and "bench" in path.lower():
+            if facts.role == "document" and facts.sections and "bench" in path.lower():
                 lines, sections = facts.text.splitlines(), facts.sections
                 ends = [*(section.line - 1 for section in sections[1:]), len(lines)]
                 found += [

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from repopages.pages.api import EXAMPLES, example, without_empty
-from repopages.pages.book import Page, unlinked
+from repopages.pages.book import Page, parse, unlinked
 from repopages.pages.markup import code, counted, escape, fenced, listed, table
-from repopages.reading.docstrings import inline, markdown, parse
+from repopages.reading.docstrings import inline, markdown
 from repopages.reading.model import Error, Finding, Mention
 from repopages.relations.library import Edge, Use
 

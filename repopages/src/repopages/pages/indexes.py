@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from repopages.pages.addresses import KEYWORDS, file_page, folder_page, relative
-from repopages.pages.book import Book, Page
-from repopages.pages.keywords import Keyword, by_word, keywords_of
+from repopages.pages.book import Book, Keyword, Page
+from repopages.pages.keywords import by_word, keywords_of
 from repopages.pages.markup import code, counted, escape, link, listed, shown, table
 
 _MOST_PLACES = 12

@@ -5,10 +5,10 @@ import re
 from collections import Counter
 
 from repopages.pages.api import EXAMPLES, detailed, example, value_of, without_empty
-from repopages.pages.book import Page, described, main_names, unlinked
+from repopages.pages.book import Page, described, main_names, parse, unlinked
 from repopages.pages.drawing import graph_of
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
-from repopages.reading.docstrings import inline, markdown, parse
+from repopages.reading.docstrings import inline, markdown
 
 _REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `+(?P<name>[\w.]+)`+")
 _DIFFERENCES = "Differences from "

@@ -11,7 +11,7 @@ from pathlib import Path
 from repopages import __version__
 from repopages.errors import OptionError
 from repopages.pages.addresses import KEYWORDS, file_keywords, file_page, folder_index, folder_page
-from repopages.pages.book import Book, Page
+from repopages.pages.book import Book, Keyword, Page
 from repopages.pages.dialect import Dialect
 from repopages.pages.folders import FolderPage, index_of, page_of
 from repopages.pages.indexes import (
@@ -22,7 +22,7 @@ from repopages.pages.indexes import (
     letters_page,
     llms_text,
 )
-from repopages.pages.keywords import Keyword, all_keywords
+from repopages.pages.keywords import all_keywords
 from repopages.pages.layout import file_text
 from repopages.relations.library import Library
 
