@@ -6,6 +6,7 @@ files. The parser here has no directives, whatever a document says.
 
 import posixpath
 import re
+from collections.abc import Sequence
 from html import escape, unescape
 from typing import Any
 
@@ -21,6 +22,7 @@ from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.transforms import SphinxTransform
 
 from repopages.pages.addresses import relative
+from repopages.reading.model import Section
 from repopages.site.addresses import PICTURES, Site
 from repopages.site.inert import Inert, scheme
 from repopages.site.navigation import NAVIGATION
@@ -103,6 +105,17 @@ class MakeInert(SphinxTransform):
         inert = self._writer()
         self._change(self.document, inert)
         _append(self.document, inert.end())
+        if not self._trusted:
+            self._anchor(self._site.library.files[self._site.document_of[self._page]].sections)
+
+    def _anchor(self, sections: Sequence[Section]) -> None:
+        """Give headings the anchors by which other pages link to them, which may differ from MyST's."""
+        headings = {node.line: node for node in self.document.findall(nodes.section)}
+        for section in reversed(sections):
+            if section.line in headings:
+                headings[section.line]["ids"].append(section.anchor)
+            else:  # a heading in HTML or in a list
+                self.document.insert(0, _raw(f'<span id="{escape(section.anchor)}"></span>'))
 
     def _writer(self) -> Inert:
         return Inert(lambda target: self._link(target, None), self._picture, self._trusted)
