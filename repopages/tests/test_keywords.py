@@ -1,4 +1,4 @@
-"""The index has every name that files define, import, raise or mention, and leads to where it is explained."""
+"""The index has every name that files define, import, raise or mention, and leads to its explanation."""
 
 import ast
 import importlib.util
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages_of import broken_links, library_of, markdown_of
+from repopages.pages import indexes
 from repopages.pages.book import Book
 from repopages.pages.dialect import GitHub
 from repopages.pages.indexes import initial, keywords_from
@@ -93,11 +94,14 @@ def test_words_are_found_whole_then_in_part(library: Library) -> None:
     assert look_up("nothing-like-it", library) == []
 
 
-def test_the_index_is_split_by_letter_and_long_letters_into_parts(tmp_path: Path) -> None:
-    names = "\n".join(f"def shared_{number}(): pass" for number in range(1600))
+def test_the_index_is_split_by_letter_and_long_letters_into_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "_MOST_WORDS", 5)
+    names = "\n".join(f"def shared_{number}(): pass" for number in range(9))
     pages = markdown_of(tmp_path / "checkout", {"many.py": names, "_under.py": "_x = 1\n"}, tmp_path / "out")
     assert "keywords/S.md" in pages
-    assert "- `shared_999`" in pages["keywords/S-2.md"]
+    assert "- `shared_8`" in pages["keywords/S-2.md"]
     assert "`_x`" in pages["keywords/X.md"]
     assert "[S: shared\\_0" in pages["keywords.md"] or "[S: shared_0" in pages["keywords.md"]
     assert broken_links(pages) == []
