@@ -1,8 +1,8 @@
 """Docstrings as Markdown: the sections of Google, NumPy and reStructuredText, their markup and plain text.
 
-Docstrings mix these styles with Markdown, and few are valid in any of them, so the parser takes every line for
-something. The result is CommonMark with GitHub's alerts and fences. All text of the docstring is escaped: HTML,
-Markdown and directives in it are shown, not obeyed.
+Docstrings mix these styles with Markdown, and few are valid in any of them, so the parser accepts any line.
+The result is CommonMark with GitHub's alerts. All text of a docstring is escaped: HTML, Markdown and
+directives in it are shown, not obeyed.
 """
 
 import ast
@@ -58,65 +58,68 @@ class Docstring:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-_FIELDS = {
-    **dict.fromkeys(
-        ("args", "arguments", "parameters", "params", "other parameters", "keyword args"), "param"
-    ),
-    **dict.fromkeys(("keyword arguments", "kwargs", "arg", "parameter"), "param"),
-    **dict.fromkeys(("attributes", "attribute"), "attribute"),
-    **dict.fromkeys(("returns", "return"), "returns"),
-    **dict.fromkeys(("yields", "yield"), "yields"),
-    **dict.fromkeys(("raises", "raise", "exceptions"), "raises"),
-    **dict.fromkeys(("warns",), "warns"),
-}
+def _by_word(words: dict[str, str]) -> dict[str, str]:
+    """Return the keys of a table by each of the words in its values, which commas separate."""
+    return {word: key for key, listed in words.items() for word in listed.split(", ")}
+
+
+_FIELDS = _by_word(
+    {
+        "param": "args, arg, arguments, parameters, parameter, params, other parameters, keyword args,"
+        " keyword arguments, kwargs",
+        "attribute": "attributes, attribute",
+        "returns": "returns, return",
+        "yields": "yields, yield",
+        "raises": "raises, raise, exceptions",
+        "warns": "warns",
+    }
+)
+"""Titles of sections that list parameters, results and errors."""
+
 _EXAMPLES = ("example", "examples", "usage")
-_TEXTS = (
-    *_EXAMPLES,
-    *("performance", "safety", "note", "notes", "warning", "warnings", "see also", "references", "shape"),
-    *("inputs", "outputs", "todo", "tip", "caution", "important", "variables"),
+_TEXTS = _by_word(
+    {
+        "text": "example, examples, usage, performance, safety, note, notes, warning, warnings, see also,"
+        " references, shape, inputs, outputs, todo, tip, caution, important, variables"
+    }
 )
-_REST_FIELDS = {
-    **dict.fromkeys(("param", "parameter", "arg", "argument", "key", "keyword", "kwarg"), "param"),
-    **dict.fromkeys(("ivar", "var", "cvar", "attribute"), "attribute"),
-    **dict.fromkeys(("return", "returns", "rtype"), "returns"),
-    **dict.fromkeys(("yield", "yields", "ytype"), "yields"),
-    **dict.fromkeys(("raise", "raises", "except", "exception"), "raises"),
-    "warns": "warns",
-}
-_ALERTS = {
-    **dict.fromkeys(("note", "todo", "admonition", "topic", "seealso"), "NOTE"),
-    **dict.fromkeys(("tip", "hint"), "TIP"),
-    "important": "IMPORTANT",
-    **dict.fromkeys(("warning", "attention"), "WARNING"),
-    **dict.fromkeys(("caution", "danger", "error"), "CAUTION"),
-}
-_VERSIONS = {
-    **dict.fromkeys(("versionadded", "version-added"), "Added in version"),
-    **dict.fromkeys(("versionchanged", "version-changed"), "Changed in version"),
-    **dict.fromkeys(("deprecated", "version-deprecated", "deprecated-removed"), "Deprecated since version"),
-    **dict.fromkeys(("versionremoved", "version-removed"), "Removed in version"),
-}
-_CODE_DIRECTIVES = (
-    "code-block",
-    "code",
-    "sourcecode",
-    "ipython",
-    "prompt",
-    "testcode",
-    "doctest",
-    "testsetup",
+"""Titles of other sections."""
+
+_REST_FIELDS = _by_word(
+    {
+        "param": "param, parameter, arg, argument, key, keyword, kwarg",
+        "attribute": "ivar, var, cvar, attribute",
+        "returns": "return, returns, rtype",
+        "yields": "yield, yields, ytype",
+        "raises": "raise, raises, except, exception",
+        "warns": "warns",
+    }
 )
-_TEXT_DIRECTIVES = ("parsed-literal", "testoutput", "raw", "table", "list-table", "csv-table", "graphviz")
-_SILENT = (
-    "currentmodule",
-    "module",
-    "index",
-    "highlight",
-    "contents",
-    "default-role",
-    "toctree",
-    "plot",
-    "meta",
+_ALERTS = _by_word(
+    {
+        "NOTE": "note, todo, admonition, topic, seealso",
+        "TIP": "tip, hint",
+        "IMPORTANT": "important",
+        "WARNING": "warning, attention",
+        "CAUTION": "caution, danger, error",
+    }
+)
+_VERSIONS = _by_word(
+    {
+        "Added in version": "versionadded, version-added",
+        "Changed in version": "versionchanged, version-changed",
+        "Deprecated since version": "deprecated, version-deprecated, deprecated-removed",
+        "Removed in version": "versionremoved, version-removed",
+    }
+)
+_DIRECTIVES = _by_word(
+    {
+        "code": "code-block, code, sourcecode, ipython, prompt, testcode, doctest, testsetup",
+        "text": "parsed-literal, testoutput, raw, table, list-table, csv-table, graphviz",
+        "nothing": "currentmodule, module, index, highlight, contents, default-role, toctree, plot, meta",
+        "file": "image, figure, include, literalinclude",
+        "object": "function, class, method, attribute, data, exception",
+    }
 )
 
 _TITLE = re.compile(r"(?P<title>[A-Z][a-z]+(?: [A-Za-z]+)?) ?(?P<colons>::?)$")
@@ -143,7 +146,9 @@ def parse(doc: str) -> Docstring:
         if title in _FIELDS:
             made.fields += _entries(_FIELDS[title], text, numpy=colons == "")
         elif title:
-            if colons == "::" or (title in _EXAMPLES and _is_code(text)):
+            if title == "see also" and not colons:
+                text = re.sub(r"^(\S[^:\n]*?)(?: :)?(?: +:)? (?=\S)|^(\S+)$", r"- `\1\2`: ", text, flags=re.M)
+            elif (colons == "::" or (title in _EXAMPLES and _is_code(text))) and not _is_mixed(text):
                 text = "::\n\n" + textwrap.indent(text, "    ")
             made.texts[title] = f"{made.texts[title]}\n\n{text}" if title in made.texts else text
         else:
@@ -300,11 +305,13 @@ class _Blocks:
                 continue
             if line.startswith(" "):
                 lines = self._indented(0)
-                yield code("\n".join(lines)) if literal or _is_code("\n".join(lines)) else self._inner(lines)
+                text = "\n".join(lines)
+                is_code = (literal or _is_code(text)) and not _is_mixed(text)
+                yield code(text) if is_code else self._inner(lines)
                 literal = False
                 continue
             literal = False
-            if line.startswith((">>>", "```", "~~~")) or _ITEM.match(line) or line.startswith(".."):
+            if line.startswith((">>>", "```", "~~~", "..")) or _ITEM.match(line):
                 yield self._special(line)
             elif _TABLE.match(line):
                 yield code("\n".join(self._until_blank()), "text")
@@ -365,16 +372,24 @@ class _Blocks:
         return code("\n".join(self._lines[start : self._at - 1]), word.group() if word else "")
 
     def _list(self) -> str:
-        items, width = [], 2
+        items: list[str] = []
         ordered = self._lines[self._at][:1] not in "-*+•"
         while (found := _ITEM.match(self._peek(0))) and (found["mark"] not in "-*+•") == ordered:
-            first = self._lines[self._at][found.end() :]
+            held = [self._lines[self._at][found.end() :]]
             self._at += 1
+            # Lines directly below belong to the item, even if they are not indented.
+            while (
+                (line := self._peek(0))
+                and not line.startswith((" ", ">>>", "```", ".."))
+                and not _ITEM.match(line)
+            ):
+                held.append(line)
+                self._at += 1
             rest = self._indented(0)
             number = re.sub(r"\D", "", found["mark"]) or str(len(items) + 1)
             mark = f"{number}." if ordered else "-"
             width = len(mark) + 1
-            body = self._inner([first, *textwrap.dedent("\n".join(rest)).splitlines()])
+            body = self._inner([*held, *textwrap.dedent("\n".join(rest)).splitlines()])
             items.append(f"{mark} {textwrap.indent(body, ' ' * width)[width:]}")
             while not self._peek(0) and self._at < len(self._lines):
                 self._at += 1
@@ -440,30 +455,25 @@ class _Blocks:
             return f"*{_VERSIONS[name]} {escape(version)}.* {said}".rstrip()
         if name == "math":
             return code("\n".join(filter(None, [argument, text])), "latex")
-        if name in _CODE_DIRECTIVES:
+        kind = "object" if name.startswith("auto") else _DIRECTIVES.get(name, "")
+        inner = self._inner(body)
+        if kind == "code":
             known = re.fullmatch(r"[\w+-]+", argument.strip())
             return code(text, known.group() if known else "")
-        if name in _TEXT_DIRECTIVES:
-            title = f"**{inline(argument, self._link)}**\n\n" if argument and name != "raw" else ""
-            return title + (code(text, "text") if text.strip() else "")
-        if name in _SILENT:
+        if kind == "text":
+            title = f"**{inline(argument, self._link)}**" if argument and name != "raw" else ""
+            return "\n\n".join(filter(None, [title, code(text, "text") if text.strip() else ""]))
+        if kind == "nothing":
             return ""
-        if name in ("image", "figure", "include", "literalinclude"):
-            return "\n\n".join(filter(None, [f"{name.capitalize()}: {span(argument)}", self._inner(body)]))
         if name == "rubric":
             return f"**{inline(argument, self._link)}**"
-        known_name = re.match(r"[\w.]+", argument)
-        head = self._link(known_name.group()) if name.startswith("auto") and known_name else span(argument)
-        is_object = name.startswith("auto") or name in (
-            "function",
-            "class",
-            "method",
-            "attribute",
-            "data",
-            "exception",
-        )
-        shown = head if is_object else inline(argument, self._link)
-        return "\n\n".join(filter(None, [shown if argument else "", self._inner(body)]))
+        if kind == "file":
+            head = f"{name.capitalize()}: {span(argument)}"
+        elif kind == "object":
+            head = self._link(argument) if re.fullmatch(r"[\w.]+", argument) else span(argument)
+        else:
+            head = inline(argument, self._link)
+        return "\n\n".join(filter(None, [head, inner]))
 
     def _alert(self, name: str, argument: str, text: str) -> str:
         titled = name in ("admonition", "topic")
@@ -480,7 +490,8 @@ class _Blocks:
 
 _INLINE = re.compile(
     r"""
-      (?P<literal>(?P<ticks>``+)(?P<inner>.+?)(?P=ticks)(?!`))
+      ``(?P<half>[\w.()]+)`(?=[\s.,;:)]|$)
+    | (?P<literal>(?P<ticks>``+)(?P<inner>.+?)(?P=ticks)(?!`))
     | :(?P<role>[a-zA-Z][\w:+.-]*):[ ]?`(?P<said>[^`]+)['`]
     | `(?P<title>[^`<]+?)\s*<(?P<target>[^`<>\s]+)>`_{1,2}
     | `(?P<code>[^`]+)`(?:_{1,2}(?!\w))?
@@ -545,8 +556,8 @@ def _harmless(mark: str) -> str:
 
 
 def _marked(found: re.Match[str], link: Link) -> str:
-    if found["literal"]:
-        return link(found["inner"].strip())
+    if found["literal"] or found["half"]:
+        return link((found["inner"] or found["half"]).strip())
     if found["role"]:
         return _role(found["role"].rpartition(":")[2].lower(), found["said"].strip(), link)
     if found["title"]:
@@ -612,6 +623,8 @@ def code(text: str, language: str = "") -> str:
     text = textwrap.dedent(text).strip("\n")
     if re.match(r"\s*>>> ?", text):
         language = "pycon"
+        # Instructions to doctest are not for readers.
+        text = re.sub(r"^>>> # x?doctest:.*\n|[ ]*# x?doctest: ?\+.*$", "", text, flags=re.M)
     elif not language:
         language = "python" if _parsed(text) is not None else "text"
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
@@ -623,6 +636,13 @@ def _parsed(text: str) -> ast.Module | None:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _is_mixed(text: str) -> bool:
+    """Tell whether a block has sessions and, between them, text."""
+    paragraphs = re.split(r"\n\s*\n", textwrap.dedent(text).strip("\n"))
+    prompts = [paragraph.startswith(">>>") for paragraph in paragraphs]
+    return any(prompts) and not all(prompts)
 
 
 def _is_code(text: str) -> bool:

@@ -1,7 +1,7 @@
 """The reader of Python: definitions, imports, errors, options and names, from the syntax tree."""
 
 import ast
-import builtins
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,10 +10,10 @@ from typing import TypeVar
 from repopages.reading.model import Error, Facts, Finding, Import, Mention
 from repopages.reading.python_findings import findings
 from repopages.reading.python_items import items
-from repopages.reading.python_source import Function, Source, parse
+from repopages.reading.python_source import BUILTINS, Function, Source, constant_text, parse, terms
 
 _Fact = TypeVar("_Fact", Import, Error, Mention, Finding)
-_BUILTINS = frozenset(dir(builtins))
+_OPTION_CALLS = ("add_argument", "add_option", "option", "Option", "version_option", "help_option")
 _OPTION = re.compile(r"--?[A-Za-z0-9?][\w.-]*$")
 _ENVIRONMENT = (
     "os.environ.get",
@@ -47,9 +47,7 @@ def read(facts: Facts) -> Facts:
         findings=_in_order(findings(source, is_test=is_test)),
         mentions=_in_order([*_environment(source), *_options(source)]),
         names=frozenset(_names(source)),
-        tests=sum(
-            _is_test(source, node, is_test) for node in source.of(ast.FunctionDef, ast.AsyncFunctionDef)
-        ),
+        tests=sum(_is_test(source, node, is_test) for node in source.functions()),
     )
 
 
@@ -59,20 +57,21 @@ def _in_order(found: Iterable[_Fact]) -> tuple[_Fact, ...]:
 
 def _exports(source: Source) -> tuple[str, ...] | None:
     """Return the constant names of `__all__`, wherever it is set or extended, or None."""
-    names: list[str] = []
-    is_set = False
-    for node in source.of(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Call):
-        if isinstance(node, ast.Call):
-            changed = source.dotted(node.func) in ("__all__.extend", "__all__.append")
-            values: list[ast.expr | None] = list(node.args) if changed else []
-        else:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            values = [node.value] if any(source.dotted(target) == "__all__" for target in targets) else []
-            # `__all__ = []` is a statement, too; one that is computed says nothing.
-            is_set |= any(isinstance(value, ast.List | ast.Tuple) for value in values)
-        for value in values:
-            names += _texts(value)
-    return tuple(dict.fromkeys(names)) if names or is_set else None
+    found = [
+        (node.lineno, value)
+        for node, targets, value in source.assignments()
+        if any(source.dotted(target) == "__all__" for target in targets)
+    ]
+    added = (node for node in source.of(ast.AugAssign) if source.dotted(node.target) == "__all__")
+    found += [(node.lineno, node.value) for node in added]
+    for call in source.of(ast.Call):
+        if source.dotted(call.func) in ("__all__.extend", "__all__.append"):
+            found += [(call.lineno, argument) for argument in call.args]
+    found.sort(key=lambda pair: pair[0])
+    names = dict.fromkeys(name for _, value in found for name in _texts(value))
+    # An empty list exports nothing; one that is computed is not known.
+    is_listed = any(isinstance(value, ast.List | ast.Tuple) for _, value in found)
+    return tuple(names) if names or is_listed else None
 
 
 def _texts(node: ast.expr | None) -> list[str]:
@@ -83,8 +82,8 @@ def _texts(node: ast.expr | None) -> list[str]:
         return [text for element in node.elts for text in _texts(element)]
     if isinstance(node, ast.Starred):
         return _texts(node.value)
-    if isinstance(node, ast.BinOp):
-        return [*_texts(node.left), *_texts(node.right)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [text for term in terms(node) for text in _texts(term)]
     return []
 
 
@@ -92,30 +91,27 @@ def _imports(source: Source) -> Iterator[Import]:
     for node in source.of(ast.Import):
         inside, types_only = _situation(source, node)
         for name in node.names:
+            alias = name.asname or ""
             yield Import(
-                module=name.name,
-                alias=name.asname or "",
-                line=node.lineno,
-                inside=inside,
-                types_only=types_only,
+                module=name.name, alias=alias, line=node.lineno, inside=inside, types_only=types_only
             )
-    for node in source.of(ast.ImportFrom):
-        inside, types_only = _situation(source, node)
-        for name in node.names:
+    for chosen in source.of(ast.ImportFrom):
+        inside, types_only = _situation(source, chosen)
+        for name in chosen.names:
             yield Import(
-                module=node.module or "",
+                module=chosen.module or "",
                 name=name.name,
                 alias=name.asname or "",
-                line=node.lineno,
-                level=node.level,
+                line=chosen.lineno,
+                level=chosen.level,
                 inside=inside,
                 types_only=types_only,
             )
-    for node in source.of(ast.Call):
-        if source.spelt(node.func) in ("importlib.import_module", "__import__") and len(node.args) == 1:
-            inside, types_only = _situation(source, node)
-            for module in _texts(node.args[0]):
-                yield Import(module=module, line=node.lineno, inside=inside, types_only=types_only)
+    for call in source.of(ast.Call):
+        if source.known(call.func) in ("importlib.import_module", "__import__") and len(call.args) == 1:
+            inside, types_only = _situation(source, call)
+            for module in _texts(call.args[0]):
+                yield Import(module=module, line=call.lineno, inside=inside, types_only=types_only)
 
 
 def _situation(source: Source, node: ast.AST) -> tuple[bool, bool]:
@@ -125,30 +121,27 @@ def _situation(source: Source, node: ast.AST) -> tuple[bool, bool]:
         isinstance(outer, ast.If)
         and source.dotted(outer.test).rpartition(".")[2] == "TYPE_CHECKING"
         and inner in outer.body
-        for inner, outer in zip(around, around[1:])
+        for inner, outer in itertools.pairwise(around)
     )
     return any(isinstance(outer, Function | ast.Lambda) for outer in around), types_only
 
 
 def _raised(source: Source) -> Iterator[Error]:
     for node in source.of(ast.Raise):
+        where = source.where(node)
         for error in _branches(node.exc):
-            called = error.func if isinstance(error, ast.Call) else error
-            message = _message(error.args[0]) if isinstance(error, ast.Call) and error.args else ""
-            name = source.dotted(called)
-            if (
-                isinstance(error, ast.Call)
-                and isinstance(called, ast.Attribute)
-                and called.attr == "with_traceback"
-            ):
-                called, name, message = called.value, source.dotted(called.value), ""
-            names = [name]
-            if isinstance(called, ast.Call):  # raise ValueError("...").with_traceback(...)
-                names, message = [source.dotted(called.func)], _message(called.args[0]) if called.args else ""
-            elif not isinstance(error, ast.Call) or message == "" != name:
-                names = _behind(source, node, name)
-            for text in filter(None, names):
-                yield Error(name=text, line=node.lineno, message=message, where=source.where(node))
+            for name, message in _errors(source, node, error):
+                yield Error(name=name, line=node.lineno, message=message, where=where)
+
+
+def _errors(source: Source, node: ast.Raise, error: ast.expr) -> Iterator[tuple[str, str]]:
+    """Yield (name, message) of a raised expression."""
+    if not isinstance(error, ast.Call):
+        yield from ((name, "") for name in _behind(source, node, source.dotted(error)))
+    elif isinstance(error.func, ast.Attribute) and error.func.attr == "with_traceback":
+        yield from _errors(source, node, error.func.value)
+    elif name := source.dotted(error.func):
+        yield name, _message(error.args[0]) if error.args else ""
 
 
 def _branches(node: ast.expr | None) -> list[ast.expr]:
@@ -159,39 +152,19 @@ def _branches(node: ast.expr | None) -> list[ast.expr]:
 
 
 def _behind(source: Source, node: ast.AST, name: str) -> list[str]:
-    """Return the exceptions behind a raised variable: those of its handler, or the one assigned to it."""
+    """Return the exceptions behind a raised variable: those of its handler, or those assigned to it."""
     if not name.isidentifier() or not name.islower():
-        return [name]
+        return [name] if name else []
     for outer in source.around(node):
         if isinstance(outer, ast.ExceptHandler) and outer.name == name:
             return _handled(source, outer.type)
-        if isinstance(outer, Function):
-            values = [
-                source.dotted(inner.value.func)
-                for inner in ast.walk(outer)
-                if isinstance(inner, ast.Assign)
-                and isinstance(inner.value, ast.Call)
-                and any(source.dotted(target) == name for target in inner.targets)
-            ]
-            return [value for value in dict.fromkeys(values) if value.rpartition(".")[2][:1].isupper()]
-    return []
+    values = [getattr(outer, "value", None) for outer in source.bound.get((source.function(node), name), [])]
+    called = [source.dotted(value.func) for value in values if isinstance(value, ast.Call)]
+    return [error for error in dict.fromkeys(called) if error.rpartition(".")[2][:1].isupper()]
 
 
 def _message(node: ast.expr) -> str:
-    return " ".join(_filled(node).split())
-
-
-def _filled(node: ast.expr) -> str:
-    """Return a message as in its source, with constants unchanged and values as `…`."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_filled(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return _filled(node.left) + (_filled(node.right) if isinstance(node.op, ast.Add) else "")
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        return re.sub(r"\{[^{}]*\}", "…", _filled(node.func.value))
-    return "…"
+    return " ".join(constant_text(node).split())
 
 
 def _caught(source: Source) -> Iterator[Error]:
@@ -202,7 +175,7 @@ def _caught(source: Source) -> Iterator[Error]:
         for name in _handled(source, node.type):
             yield Error(name=name, line=node.lineno, where=where)
     for call in source.of(ast.Call):
-        if source.spelt(call.func) == "contextlib.suppress":
+        if source.known(call.func) == "contextlib.suppress":
             for argument in call.args:
                 for name in _handled(source, argument):
                     yield Error(name=name, line=call.lineno, where=source.where(call))
@@ -210,15 +183,8 @@ def _caught(source: Source) -> Iterator[Error]:
 
 def _handled(source: Source, node: ast.expr | None) -> list[str]:
     elements = node.elts if isinstance(node, ast.Tuple) else [node] if node is not None else []
-    return [
-        name
-        for element in elements
-        if (
-            name := source.dotted(getattr(element, "value", element))
-            if isinstance(element, ast.Starred)
-            else source.dotted(element)
-        )
-    ]
+    inner = [element.value if isinstance(element, ast.Starred) else element for element in elements]
+    return [name for element in inner if (name := source.dotted(element))]
 
 
 def _environment(source: Source) -> Iterator[Mention]:
@@ -232,22 +198,17 @@ def _environment(source: Source) -> Iterator[Mention]:
             yield Mention(word=word, line=name.lineno, kind="environment", text=text)
 
     for node in source.of(ast.Subscript):
-        if source.spelt(node.value) == "os.environ":
+        if source.known(node.value) == "os.environ":
             yield from mention(node.slice)
     for compare in source.of(ast.Compare):
-        if (
-            isinstance(compare.ops[0], ast.In | ast.NotIn)
-            and source.spelt(compare.comparators[0]) == "os.environ"
-        ):
+        tests = isinstance(compare.ops[0], ast.In | ast.NotIn)
+        if tests and source.known(compare.comparators[0]) == "os.environ":
             yield from mention(compare.left)
     for call in source.of(ast.Call):
-        name = source.spelt(call.func)
-        if call.args and (
-            name in _ENVIRONMENT or name.endswith(("monkeypatch.setenv", "monkeypatch.delenv"))
-        ):
-            default = call.args[1] if len(call.args) > 1 and not name.endswith("env") else None
-            default = call.args[1] if len(call.args) > 1 and name == "os.getenv" else default
-            yield from mention(call.args[0], default)
+        if call.args and source.known(call.func) in _ENVIRONMENT:
+            yield from mention(call.args[0], call.args[1] if len(call.args) > 1 else None)
+        elif call.args and source.dotted(call.func) in ("monkeypatch.setenv", "monkeypatch.delenv"):
+            yield from mention(call.args[0])
         for word in call.keywords:
             if word.arg == "envvar":  # click and typer
                 yield from mention(word.value)
@@ -255,64 +216,66 @@ def _environment(source: Source) -> Iterator[Mention]:
 
 def _constant_texts(source: Source) -> dict[str, str]:
     """Return the texts that the module assigns to names."""
-    found = {}
-    for node in source.tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if isinstance(node.value.value, str):
-                found |= {source.dotted(target): node.value.value for target in targets}
+    found: dict[str, str] = {}
+    for _, targets, value in source.assignments():
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found |= {
+                source.dotted(target): value.value for target in targets if isinstance(target, ast.Name)
+            }
     return found
 
 
 def _options(source: Source) -> Iterator[Mention]:
-    """Yield command-line options of argparse, optparse, click, typer and absl, each spelling with its help."""
+    """Yield command-line options of argparse, optparse, click, typer and absl, each with its help."""
     for call in source.of(ast.Call):
-        short = source.spelt(call.func).rpartition(".")[2] or getattr(call.func, "attr", "")
-        words: list[str] = []
+        name = source.spelt(call.func)
+        short = call.func.attr if isinstance(call.func, ast.Attribute) else name.rpartition(".")[2]
         texts = [text for argument in call.args for text in _texts(argument)]
-        if short in ("add_argument", "add_option", "option", "Option", "version_option", "help_option"):
-            words = [part for text in texts for part in text.split("/") if _OPTION.match(part.strip())]
-        if short == "Option" and not words:
-            words = [f"--{name.replace('_', '-')}" for name in _parameter_of(source, call)]
-        if source.spelt(call.func).startswith("absl.flags.DEFINE_") and texts:
+        words: list[str] = []
+        if short in _OPTION_CALLS:
+            words = [
+                part.strip() for text in texts for part in text.split("/") if _OPTION.match(part.strip())
+            ]
+        if name == "typer.Option" and not words:
+            words = [f"--{parameter.replace('_', '-')}" for parameter in _parameter_of(source, call)]
+        if name.startswith("absl.flags.DEFINE_") and texts:
             words = [f"--{texts[0]}"]
         shown = next((_message(word.value) for word in call.keywords if word.arg == "help"), "")
         for word in words:
-            yield Mention(word=word.strip(), line=call.lineno, kind="option", text=shown)
+            yield Mention(word=word, line=call.lineno, kind="option", text=shown)
 
 
 def _parameter_of(source: Source, call: ast.Call) -> list[str]:
-    """Return the parameter that `typer.Option(...)` is the default or the annotation of."""
-    if source.spelt(call.func) != "typer.Option":
-        return []
-    function = next((outer for outer in source.around(call) if isinstance(outer, Function)), None)
-    if function is None:
-        return []
-    placed = [*function.args.posonlyargs, *function.args.args]
-    pairs = [
-        *zip(reversed(placed), reversed(function.args.defaults)),
-        *zip(function.args.kwonlyargs, function.args.kw_defaults),
-    ]
+    """Return the parameter that a call is the default of, or in the annotation of."""
     around = {call, *source.around(call)}
-    return [argument.arg for argument, default in pairs if default is call] or [
-        argument.arg for argument in [*placed, *function.args.kwonlyargs] if argument in around
-    ]
+    annotated = [node.arg for node in around if isinstance(node, ast.arg)]
+    arguments = next((node for node in around if isinstance(node, ast.arguments)), None)
+    if annotated or arguments is None:
+        return annotated
+    placed = [*arguments.posonlyargs, *arguments.args]
+    last = placed[len(placed) - len(arguments.defaults) :]
+    pairs = [*zip(last, arguments.defaults, strict=True)]
+    pairs += [*zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]  # type: ignore[list-item]
+    return [argument.arg for argument, default in pairs if default is call]
 
 
 def _names(source: Source) -> Iterator[str]:
     """Yield the dotted names that the file uses, with imported ones spelt out."""
-    for node in source.of(ast.Name, ast.Attribute):
-        outer = next(source.around(node), None)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            continue
-        if not isinstance(outer, ast.Attribute) and (name := source.spelt(node)):
-            first, _, rest = name.partition(".")
-            if first in ("self", "cls"):
-                name = rest
-            if name and name not in _BUILTINS:
-                yield name
-        elif isinstance(node, ast.Attribute) and not source.dotted(node):
-            yield node.attr  # of a call's result: its method is used too
+    for name in source.of(ast.Name):
+        outer = next(source.around(name))
+        if (
+            isinstance(name.ctx, ast.Load)
+            and not isinstance(outer, ast.Attribute)
+            and name.id not in BUILTINS
+        ):
+            yield source.spelt(name)
+    for attribute in source.of(ast.Attribute):
+        dotted = source.spelt(attribute)
+        if not dotted:
+            yield attribute.attr  # of a call's result: its method is used, too
+        elif not isinstance(next(source.around(attribute)), ast.Attribute):
+            first, _, rest = dotted.partition(".")
+            yield rest if first in ("self", "cls") else dotted
 
 
 def _is_test(source: Source, node: Function, in_test_file: bool) -> bool:

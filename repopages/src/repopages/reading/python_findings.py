@@ -1,6 +1,6 @@
 """Facts in a Python syntax tree on patterns, performance and security, each with its line.
 
-Every finding is what the code does, not a judgement. Where the tree alone does not prove a fact, such as that
+A finding is what the code does, not a judgement. Where the tree alone does not prove a fact, such as that
 `x.pop(0)` is on a list, there is no finding.
 """
 
@@ -11,344 +11,305 @@ from collections.abc import Callable, Iterator
 from repopages.reading.model import Finding
 from repopages.reading.python_source import Function, Loop, Source
 
+Found = Iterator[tuple[str, str, ast.AST]]
+"""Findings as (topic, label, the node that shows it)."""
+
 _PATTERN, _PERFORMANCE, _SECURITY = "pattern", "performance", "security"
 
-_CALLS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(["eval", "exec", "compile"], (_SECURITY, "runs text as code")),
-    **dict.fromkeys(
-        ["pickle.load", "pickle.loads", "pickle.Unpickler"], (_SECURITY, "unpickles, which can run any code")
-    ),
-    **dict.fromkeys(
-        ["marshal.load", "marshal.loads"], (_SECURITY, "loads marshalled data, which is not checked")
-    ),
-    **dict.fromkeys(
-        ["shelve.open", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads", "joblib.load"],
-        (_SECURITY, "unpickles, which can run any code"),
-    ),
-    **dict.fromkeys(["os.system", "os.popen", "subprocess.getoutput"], (_SECURITY, "runs a shell command")),
-    **dict.fromkeys(
-        ["subprocess.getstatusoutput", "asyncio.create_subprocess_shell"], (_SECURITY, "runs a shell command")
-    ),
-    **dict.fromkeys(
-        ["os.fork", "os.forkpty", "os.posix_spawn", "pty.spawn"], (_SECURITY, "starts a process")
-    ),
-    **dict.fromkeys(["asyncio.create_subprocess_exec", "os.startfile"], (_SECURITY, "starts a process")),
-    **dict.fromkeys(["os.kill", "os.killpg"], (_SECURITY, "sends a signal to a process")),
-    **dict.fromkeys(
-        ["socket.socket", "socket.create_connection", "socket.socketpair"], (_SECURITY, "opens a socket")
-    ),
-    **dict.fromkeys(["socket.create_server", "asyncio.start_server"], (_SECURITY, "listens on a socket")),
-    **dict.fromkeys(["asyncio.start_unix_server", "asyncio.open_connection"], (_SECURITY, "opens a socket")),
-    **dict.fromkeys(
-        ["urllib.request.urlopen", "urllib.request.urlretrieve"], (_SECURITY, "sends a network request")
-    ),
-    **dict.fromkeys(["os.remove", "os.unlink", "os.rmdir", "os.removedirs"], (_SECURITY, "deletes files")),
-    "shutil.rmtree": (_SECURITY, "deletes a folder with all in it"),
-    **dict.fromkeys(["os.rename", "os.replace", "os.renames", "shutil.move"], (_SECURITY, "moves files")),
-    **dict.fromkeys(
-        ["shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree"], (_SECURITY, "writes files")
-    ),
-    **dict.fromkeys(
-        ["os.mkdir", "os.makedirs", "os.symlink", "os.link"], (_SECURITY, "creates folders or links")
-    ),
-    **dict.fromkeys(["os.chmod", "os.chown", "os.umask"], (_SECURITY, "changes permissions")),
-    **dict.fromkeys(
-        ["torch.save", "numpy.save", "numpy.savez", "numpy.savetxt"], (_SECURITY, "writes files")
-    ),
-    "tempfile.mktemp": (_SECURITY, "temporary name that another process can take first"),
-    **dict.fromkeys(
-        ["yaml.unsafe_load", "yaml.full_load"], (_SECURITY, "YAML that can construct Python objects")
-    ),
-    **dict.fromkeys(["ctypes.CDLL", "ctypes.PyDLL", "ctypes.WinDLL"], (_SECURITY, "loads native code")),
-    **dict.fromkeys(["ctypes.cdll.LoadLibrary", "torch.ops.load_library"], (_SECURITY, "loads native code")),
-    "ssl._create_unverified_context": (_SECURITY, "TLS certificates are not checked"),
-    **dict.fromkeys(["input", "getpass.getpass"], (_SECURITY, "reads from the terminal")),
-    **dict.fromkeys(["copy.deepcopy"], (_PERFORMANCE, "deep copy")),
-    **dict.fromkeys(["time.sleep", "asyncio.sleep"], (_PERFORMANCE, "sleeps")),
-    **dict.fromkeys(["threading.Thread", "threading.Timer"], (_PERFORMANCE, "starts a thread")),
-    **dict.fromkeys(["concurrent.futures.ThreadPoolExecutor"], (_PERFORMANCE, "pool of threads")),
-    **dict.fromkeys(
-        ["concurrent.futures.ProcessPoolExecutor", "multiprocessing.Pool"],
-        (_PERFORMANCE, "pool of processes"),
-    ),
-    **dict.fromkeys(
-        ["torch.multiprocessing.Pool", "multiprocessing.pool.Pool"], (_PERFORMANCE, "pool of processes")
-    ),
-    "multiprocessing.pool.ThreadPool": (_PERFORMANCE, "pool of threads"),
-    **dict.fromkeys(
-        ["multiprocessing.Process", "torch.multiprocessing.Process"],
-        (_PERFORMANCE, "starts a process of Python"),
-    ),
-    **dict.fromkeys(["torch.multiprocessing.spawn"], (_PERFORMANCE, "starts a process of Python")),
-    **dict.fromkeys(["asyncio.gather", "asyncio.create_task"], (_PERFORMANCE, "concurrent tasks")),
-    "torch.compile": (_PERFORMANCE, "compiled by torch"),
-    **dict.fromkeys(
-        ["torch.cuda.synchronize", "torch.accelerator.synchronize"], (_PERFORMANCE, "waits for the GPU")
-    ),
-    "torch.cuda.empty_cache": (_PERFORMANCE, "returns cached GPU memory"),
-    **dict.fromkeys(["torch.no_grad", "torch.inference_mode"], (_PERFORMANCE, "without autograd")),
-    **dict.fromkeys(["heapq.heappush", "heapq.heappop", "heapq.heapify"], (_PERFORMANCE, "heap")),
-    **dict.fromkeys(
-        ["bisect.bisect", "bisect.bisect_left", "bisect.bisect_right", "bisect.insort"],
-        (_PERFORMANCE, "binary search"),
-    ),
-    "functools.partial": (_PATTERN, "partial application"),
-    **dict.fromkeys(
-        ["weakref.ref", "weakref.proxy", "weakref.WeakKeyDictionary"], (_PATTERN, "weak reference")
-    ),
-    **dict.fromkeys(
-        ["weakref.WeakValueDictionary", "weakref.WeakSet", "weakref.finalize"], (_PATTERN, "weak reference")
-    ),
-    "atexit.register": (_PATTERN, "runs a function when Python exits"),
-    "signal.signal": (_PATTERN, "handles a signal"),
-    "warnings.warn": (_PATTERN, "issues a warning"),
-    "contextvars.ContextVar": (_PATTERN, "context variable"),
-    "threading.local": (_PATTERN, "state per thread"),
+_UNPICKLES = "unpickles, which can run any code"
+_CALLS = {
+    _SECURITY: {
+        "runs text as code": "eval exec compile",
+        _UNPICKLES: "pickle.load pickle.loads pickle.Unpickler shelve.open dill.load dill.loads"
+        " joblib.load cloudpickle.load cloudpickle.loads",
+        "loads marshalled data, which is not checked": "marshal.load marshal.loads",
+        "runs a shell command": "os.system os.popen subprocess.getoutput subprocess.getstatusoutput"
+        " asyncio.create_subprocess_shell",
+        "starts a process": "subprocess.run subprocess.Popen subprocess.call subprocess.check_call"
+        " subprocess.check_output os.fork os.forkpty os.posix_spawn* os.exec* os.spawn* os.startfile"
+        " pty.spawn asyncio.create_subprocess_exec",
+        "sends a signal to a process": "os.kill os.killpg",
+        "opens a socket": "socket.socket socket.create_connection socket.socketpair asyncio.open_connection",
+        "listens on a socket": "socket.create_server asyncio.start_server asyncio.start_unix_server"
+        " socketserver.TCPServer socketserver.UDPServer socketserver.Threading* http.server.HTTPServer"
+        " http.server.ThreadingHTTPServer",
+        "sends a network request": "urllib.request.urlopen urllib.request.urlretrieve requests.get"
+        " requests.post requests.put requests.patch requests.delete requests.head requests.request"
+        " requests.Session httpx.get httpx.post httpx.put httpx.stream httpx.request httpx.Client"
+        " httpx.AsyncClient aiohttp.ClientSession http.client.HTTPConnection http.client.HTTPSConnection"
+        " smtplib.SMTP* ftplib.FTP*",
+        "deletes files": "os.remove os.unlink os.rmdir os.removedirs",
+        "deletes a folder with all in it": "shutil.rmtree",
+        "moves files": "os.rename os.replace os.renames shutil.move",
+        "writes files": "shutil.copy shutil.copy2 shutil.copyfile shutil.copytree torch.save numpy.save*",
+        "creates folders or links": "os.mkdir os.makedirs os.symlink os.link",
+        "changes permissions": "os.chmod os.chown os.umask",
+        "creates temporary files": "tempfile.TemporaryFile tempfile.NamedTemporaryFile tempfile.mkstemp"
+        " tempfile.TemporaryDirectory tempfile.mkdtemp tempfile.SpooledTemporaryFile",
+        "temporary name that another process can take first": "tempfile.mktemp",
+        "YAML that can construct Python objects": "yaml.unsafe_load yaml.full_load",
+        "loads native code": "ctypes.CDLL ctypes.PyDLL ctypes.WinDLL ctypes.cdll.LoadLibrary cffi.FFI"
+        " torch.ops.load_library",
+        "parses XML without limits on entities": "xml.etree.ElementTree.parse xml.dom.minidom.parse*"
+        " xml.etree.ElementTree.fromstring xml.sax.parse*",
+        "TLS certificates are not checked": "ssl._create_unverified_context",
+        "reads from the terminal": "input getpass.getpass",
+    },
+    _PERFORMANCE: {
+        "deep copy": "copy.deepcopy",
+        "sleeps": "time.sleep asyncio.sleep",
+        "starts a thread": "threading.Thread threading.Timer",
+        "pool of threads": "concurrent.futures.ThreadPoolExecutor multiprocessing.pool.ThreadPool",
+        "pool of processes": "concurrent.futures.ProcessPoolExecutor multiprocessing.Pool"
+        " multiprocessing.pool.Pool torch.multiprocessing.Pool",
+        "starts a process of Python": "multiprocessing.Process torch.multiprocessing.Process"
+        " torch.multiprocessing.spawn",
+        "concurrent tasks": "asyncio.gather asyncio.create_task asyncio.TaskGroup",
+        "heap": "heapq.heappush heapq.heappop heapq.heapify heapq.nlargest heapq.nsmallest",
+        "binary search": "bisect.bisect* bisect.insort*",
+        "compiled by torch": "torch.compile torch.jit.script",
+        "waits for the GPU": "torch.cuda.synchronize torch.accelerator.synchronize",
+        "returns cached GPU memory": "torch.cuda.empty_cache",
+        "without autograd": "torch.no_grad torch.inference_mode",
+        "collective communication": "torch.distributed.all_* torch.distributed.reduce*"
+        " torch.distributed.broadcast* torch.distributed.barrier torch.distributed.gather*"
+        " torch.distributed.scatter*",
+    },
+    _PATTERN: {
+        "partial application": "functools.partial functools.partialmethod",
+        "weak reference": "weakref.*",
+        "runs a function when Python exits": "atexit.register",
+        "handles a signal": "signal.signal",
+        "issues a warning": "warnings.warn",
+        "context variable": "contextvars.ContextVar",
+        "state per thread": "threading.local",
+        "lock": "threading.Lock threading.RLock threading.Condition asyncio.Lock multiprocessing.Lock",
+    },
 }
-"""Topic and label of calls, by the name of the function with its import spelt out."""
+"""Labels of calls, by the spelt-out name of the function; a star stands for any ending."""
 
-_PREFIXES: dict[str, tuple[str, str]] = {
-    "subprocess.": (_SECURITY, "starts a process"),
-    "os.exec": (_SECURITY, "starts a process"),
-    "os.spawn": (_SECURITY, "starts a process"),
-    "socketserver.": (_SECURITY, "listens on a socket"),
-    "http.server.": (_SECURITY, "listens on a socket"),
-    "requests.": (_SECURITY, "sends a network request"),
-    "httpx.": (_SECURITY, "sends a network request"),
-    "aiohttp.Client": (_SECURITY, "sends a network request"),
-    "http.client.HTTP": (_SECURITY, "sends a network request"),
-    "smtplib.SMTP": (_SECURITY, "sends a network request"),
-    "ftplib.FTP": (_SECURITY, "sends a network request"),
-    "tempfile.": (_SECURITY, "creates temporary files"),
-    "cffi.": (_SECURITY, "loads native code"),
-    "xml.etree.ElementTree.parse": (_SECURITY, "parses XML without limits on entities"),
-    "xml.etree.ElementTree.fromstring": (_SECURITY, "parses XML without limits on entities"),
-    "xml.dom.minidom.parse": (_SECURITY, "parses XML without limits on entities"),
-    "torch.distributed.all_": (_PERFORMANCE, "collective communication"),
-    "torch.distributed.reduce": (_PERFORMANCE, "collective communication"),
-    "torch.distributed.broadcast": (_PERFORMANCE, "collective communication"),
-    "torch.distributed.barrier": (_PERFORMANCE, "collective communication"),
-    "torch.distributed.gather": (_PERFORMANCE, "collective communication"),
-    "torch.distributed.scatter": (_PERFORMANCE, "collective communication"),
+_METHODS = {
+    _SECURITY: {
+        "writes files": "write_text write_bytes",
+        "deletes files": "unlink",
+        "unpacks an archive": "extractall",
+    },
 }
-"""The same by the beginning of the name."""
+"""Labels of methods, whatever they are called on."""
 
-_METHODS: dict[str, tuple[str, str]] = {
-    "write_text": (_SECURITY, "writes files"),
-    "write_bytes": (_SECURITY, "writes files"),
-    "unlink": (_SECURITY, "deletes files"),
-    "extractall": (_SECURITY, "unpacks an archive"),
-    "__import__": (_SECURITY, "imports a module"),
-}
-"""The same by the name of a method, whatever it is called on."""
-
-_DECORATORS: dict[str, tuple[str, str]] = {
-    "property": (_PATTERN, "property"),
-    "functools.cached_property": (_PERFORMANCE, "computed once per object"),
-    "functools.lru_cache": (_PERFORMANCE, "caches results"),
-    "functools.cache": (_PERFORMANCE, "caches results"),
-    "contextlib.contextmanager": (_PATTERN, "context manager"),
-    "contextlib.asynccontextmanager": (_PATTERN, "asynchronous context manager"),
-    "abc.abstractmethod": (_PATTERN, "abstract method"),
-    "typing.overload": (_PATTERN, "overloaded signature"),
-    "typing.runtime_checkable": (_PATTERN, "protocol that isinstance can check"),
-    "functools.wraps": (_PATTERN, "decorator"),
-    "functools.singledispatch": (_PATTERN, "dispatch on the type of an argument"),
-    "functools.singledispatchmethod": (_PATTERN, "dispatch on the type of an argument"),
-    "functools.total_ordering": (_PATTERN, "ordering completed from one comparison"),
-    "staticmethod": (_PATTERN, "static method"),
-    "classmethod": (_PATTERN, "class method"),
-    "atexit.register": (_PATTERN, "runs a function when Python exits"),
-    "typing.final": (_PATTERN, "not meant to be overridden"),
-    "torch.no_grad": (_PERFORMANCE, "without autograd"),
-    "torch.inference_mode": (_PERFORMANCE, "without autograd"),
-    "torch.jit.script": (_PERFORMANCE, "compiled by torch"),
-    "torch.compile": (_PERFORMANCE, "compiled by torch"),
-    "numba.jit": (_PERFORMANCE, "compiled by numba"),
-    "numba.njit": (_PERFORMANCE, "compiled by numba"),
-    "pytest.fixture": (_PATTERN, "pytest fixture"),
-    "pytest.mark.parametrize": (_PATTERN, "parametrized test"),
+_DECORATORS = {
+    _PERFORMANCE: {
+        "computed once per object": "functools.cached_property",
+        "caches results": "functools.lru_cache functools.cache",
+        "without autograd": "torch.no_grad torch.inference_mode",
+        "compiled by torch": "torch.compile torch.jit.script",
+        "compiled by numba": "numba.jit numba.njit",
+    },
+    _PATTERN: {
+        "property": "property",
+        "static method": "staticmethod",
+        "class method": "classmethod",
+        "context manager": "contextlib.contextmanager",
+        "asynchronous context manager": "contextlib.asynccontextmanager",
+        "abstract method": "abc.abstractmethod",
+        "overloaded signature": "typing.overload typing_extensions.overload",
+        "protocol that isinstance can check": "typing.runtime_checkable",
+        "decorator": "functools.wraps",
+        "dispatch on the type of an argument": "functools.singledispatch functools.singledispatchmethod",
+        "ordering completed from one comparison": "functools.total_ordering",
+        "runs a function when Python exits": "atexit.register",
+        "not meant to be overridden": "typing.final typing_extensions.final",
+        "pytest fixture": "pytest.fixture",
+        "parametrized test": "pytest.mark.parametrize",
+    },
 }
 
-_BASES: dict[str, str] = {
-    "typing.Protocol": "protocol (structural type)",
-    "typing_extensions.Protocol": "protocol (structural type)",
-    "abc.ABC": "abstract base class",
-    "typing.NamedTuple": "named tuple",
-    "typing.TypedDict": "dictionary with typed keys",
-    "typing.Generic": "generic class",
-    "type": "metaclass",
-    "enum.Enum": "enumeration",
-    "enum.IntEnum": "enumeration",
-    "enum.Flag": "set of flags",
-    "enum.IntFlag": "set of flags",
-    "torch.autograd.Function": "gradient of its own (autograd.Function)",
-    "torch.nn.Module": "torch module",
+_BASES = {
+    _PATTERN: {
+        "protocol (structural type)": "typing.Protocol typing_extensions.Protocol",
+        "abstract base class": "abc.ABC",
+        "named tuple": "typing.NamedTuple",
+        "dictionary with typed keys": "typing.TypedDict typing_extensions.TypedDict",
+        "generic class": "typing.Generic typing_extensions.Generic",
+        "metaclass": "type",
+        "enumeration": "enum.Enum enum.IntEnum enum.StrEnum",
+        "set of flags": "enum.Flag enum.IntFlag",
+        "operation with a gradient of its own": "torch.autograd.Function torch.autograd.function.Function",
+        "torch module": "torch.nn.Module torch.nn.modules.Module",
+    },
 }
 
-_PROTOCOLS: dict[str, str] = {
-    "__enter__": "context manager",
-    "__aenter__": "asynchronous context manager",
-    "__next__": "iterator",
-    "__iter__": "iterable",
-    "__call__": "callable object",
-    "__get__": "descriptor",
-    "__set_name__": "descriptor",
-    "__init_subclass__": "hook on subclasses",
-    "__class_getitem__": "generic class",
-    "__getattr__": "attributes on demand",
-    "__getstate__": "state for pickling of its own",
-    "__reduce__": "state for pickling of its own",
-    "__getitem__": "access by key",
-    "__add__": "operators of its own",
-    "__eq__": "equality of its own",
-    "__torch_function__": "overrides torch functions",
-    "__torch_dispatch__": "overrides torch operators",
-    "__del__": "finalizer",
+_SPECIAL_METHODS = {
+    _PATTERN: {
+        "context manager": "__enter__",
+        "asynchronous context manager": "__aenter__",
+        "iterator": "__next__",
+        "iterable": "__iter__",
+        "callable object": "__call__",
+        "descriptor": "__get__ __set__ __set_name__",
+        "hook on subclasses": "__init_subclass__",
+        "attributes on demand": "__getattr__ __getattribute__",
+        "pickled in a way of its own": "__getstate__ __reduce__ __reduce_ex__",
+        "access by key": "__getitem__",
+        "operators of its own": "__add__ __sub__ __mul__ __or__ __and__ __matmul__",
+        "equality of its own": "__eq__",
+        "finalizer": "__del__",
+        "overrides operations of torch": "__torch_function__ __torch_dispatch__",
+    },
 }
 
-_SECRET = re.compile(
-    r"(^|_)(password|passwd|secret|secret_key|api_?key|access_token|auth_token|private_key)$", re.I
-)
+_SECRET = re.compile(r"(^|_)(password|passwd|secret|secret_key|api_?key|access_token|auth_token)$", re.I)
+_RANDOM_SECRET = re.compile(r"(^|_)(password|secret|token|api_?key|salt|nonce)$", re.I)
 _SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|DROP|ALTER)\s", re.I)
+_WRITING = re.compile(r"[rwaxbt+]*[wax+][rwaxbt+]*")
+_OPEN = ("open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open")
+
+
+class _Table:
+    """Labels by name, or by the beginning of a name."""
+
+    def __init__(self, topics: dict[str, dict[str, str]]) -> None:
+        self._exact: dict[str, tuple[str, str]] = {}
+        self._begin: list[tuple[str, tuple[str, str]]] = []
+        for topic, labels in topics.items():
+            for label, names in labels.items():
+                for name in names.split():
+                    if name.endswith("*"):
+                        self._begin.append((name[:-1], (topic, label)))
+                    else:
+                        self._exact[name] = (topic, label)
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """Return topic and label, or None."""
+        begun = (found for begin, found in self._begin if name.startswith(begin))
+        return self._exact.get(name) or (next(begun, None) if name else None)
+
+
+_OF_CALL, _OF_METHOD, _OF_DECORATOR = _Table(_CALLS), _Table(_METHODS), _Table(_DECORATORS)
+_OF_BASE, _OF_SPECIAL = _Table(_BASES), _Table(_SPECIAL_METHODS)
 
 
 def findings(source: Source, *, is_test: bool) -> list[Finding]:
-    """Return the findings of a file, in no particular order.
+    """Return the findings of a file, each label once for a line, in no particular order.
 
     Args:
         source: The file.
-        is_test: Whether it is a test, where asserts are what they should be.
+        is_test: Whether it is a test, where an assert is no substitute for an error.
     """
-    found: dict[tuple[str, str, int], Finding] = {}
+    found: dict[tuple[str, int], Finding] = {}
     for check in _CHECKS:
         for topic, label, node in check(source):
-            if not (is_test and isinstance(node, ast.Assert)):
-                line = getattr(node, "lineno", 1)
-                finding = Finding(topic=topic, label=label, code=_shown(source, node), line=line)
-                found.setdefault((topic, label, line), finding)
+            line = getattr(node, "lineno", 1)
+            if (label, line) not in found and not (is_test and isinstance(node, ast.Assert)):
+                found[label, line] = Finding(topic=topic, label=label, code=_shown(source, node), line=line)
     return list(found.values())
 
 
-Found = Iterator[tuple[str, str, ast.AST]]
-Check = Callable[[Source], Found]
-
-
 def _shown(source: Source, node: ast.AST) -> str:
-    """Return the evidence: the head of a statement with a body, or all of an expression."""
+    """Return the evidence: the first line of a statement with a body, or all of an expression."""
     if isinstance(node, ast.stmt | ast.ExceptHandler) and hasattr(node, "body"):
-        text = source.lines[node.lineno - 1].strip()
-        return text if len(text) <= 160 else f"{text[:158]} …"
+        return source.lines[node.lineno - 1].strip()[:160]
+    outer = next(source.around(node), None)
+    if isinstance(outer, Function | ast.ClassDef) and node in outer.decorator_list:
+        return (
+            f"@{source.evidence(node)} {'class' if isinstance(outer, ast.ClassDef) else 'def'} {outer.name}"
+        )
     return source.evidence(node)
 
 
 def _calls(source: Source) -> Found:
-    shadowed = {node.name for node in source.tree.body if isinstance(node, Function | ast.ClassDef)}
     for node in source.of(ast.Call):
-        name = source.spelt(node.func)
-        known = _CALLS.get(name) if name not in shadowed else None
-        known = known or next((found for prefix, found in _PREFIXES.items() if name.startswith(prefix)), None)
-        if known is None and isinstance(node.func, ast.Attribute):
-            known = _METHODS.get(node.func.attr)
-        words = {word.arg: word.value for word in node.keywords}
-        if known and known[1] == "starts a process" and _is(words.get("shell"), True):
-            known = (_SECURITY, "runs a shell command (shell=True)")
-        if name.startswith(("subprocess.", "requests.", "httpx.", "tempfile.")) and not _runs(name):
-            known = None
-        if known:
-            yield *known, node
+        found = _OF_CALL.find(source.known(node.func))
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if found is None and method:
+            found = _OF_METHOD.find(method)
+        if found and found[1] == "starts a process" and _is(_option(node, "shell"), True):
+            found = (_SECURITY, "runs a shell command (shell=True)")
+        if found:
+            yield *found, node
+        if re.fullmatch(r"register_\w*hook\w*", method):
+            yield _PATTERN, "registers a hook", node
 
 
-def _runs(name: str) -> bool:
-    """Tell whether a call does something, unlike those that make an exception or a constant."""
-    last = name.rpartition(".")[2]
-    made = last in ("Popen", "Session", "Client", "AsyncClient") or last.endswith(
-        ("TemporaryFile", "Directory")
-    )
-    return last[:1].islower() or made
-
-
-def _options_of_calls(source: Source) -> Found:
-    """Yield calls whose arguments matter: deserialisers, TLS, hashes, addresses, files and SQL."""
-    for node in source.of(ast.Call):
-        name = source.spelt(node.func)
-        words = {word.arg: word.value for word in node.keywords}
-        first = node.args[0] if node.args else None
-        if name == "torch.load" and not _is(words.get("weights_only"), True):
-            how = (
-                "with weights_only=False"
-                if _is(words.get("weights_only"), False)
-                else "without weights_only=True"
-            )
-            yield _SECURITY, f"torch.load {how}, which can run any code", node
-        if name == "numpy.load" and _is(words.get("allow_pickle"), True):
-            yield _SECURITY, "unpickles, which can run any code", node
-        if name == "yaml.load" and "Safe" not in source.written(node):
-            yield _SECURITY, "YAML that can construct Python objects", node
-        if _is(words.get("verify"), False):
-            yield _SECURITY, "TLS certificates are not checked", node
-        weak = name in ("hashlib.md5", "hashlib.sha1") or (
-            name == "hashlib.new" and isinstance(first, ast.Constant) and first.value in ("md5", "sha1")
-        )
-        if weak and not _is(words.get("usedforsecurity"), False):
-            yield _SECURITY, "hash that is not safe against collisions", node
-        if _binds_all(node):
-            yield _SECURITY, "names all network interfaces (0.0.0.0)", node
-        if name in ("importlib.import_module", "__import__") and not isinstance(first, ast.Constant):
-            yield _SECURITY, "imports a module whose name is computed", node
-        if _opens_for_writing(source, node, name):
-            yield _SECURITY, "writes files", node
-        if (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("execute", "executemany")
-            and _is_sql(first)
-        ):
-            yield _SECURITY, "SQL text built from values", node
+def _option(node: ast.Call, name: str) -> ast.expr | None:
+    return next((word.value for word in node.keywords if word.arg == name), None)
 
 
 def _is(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-def _binds_all(node: ast.Call) -> bool:
+def _text(node: ast.expr | None) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _arguments(source: Source) -> Found:
+    """Yield calls whose arguments decide: deserialisers, TLS, hashes, addresses, files and SQL."""
+    sends = {name.partition(".")[0] for name in source.imported.values()} & {"aiohttp", "httpx", "requests"}
+    for node in source.of(ast.Call):
+        name, first = source.known(node.func), node.args[0] if node.args else None
+        if name == "torch.load" and not _is(_option(node, "weights_only"), True):
+            given = _is(_option(node, "weights_only"), False)
+            how = "with weights_only=False" if given else "without weights_only=True"
+            yield _SECURITY, f"torch.load {how}", node
+        if name == "numpy.load" and _is(_option(node, "allow_pickle"), True):
+            yield _SECURITY, _UNPICKLES, node
+        if name == "yaml.load" and "Safe" not in source.written(node):
+            yield _SECURITY, "YAML that can construct Python objects", node
+        if sends and _is(_option(node, "verify"), False):
+            yield _SECURITY, "TLS certificates are not checked", node
+        weak = name in ("hashlib.md5", "hashlib.sha1") or (
+            name == "hashlib.new" and _text(first) in ("md5", "sha1")
+        )
+        if weak and not _is(_option(node, "usedforsecurity"), False):
+            yield _SECURITY, "hash that is not safe against collisions", node
+        if _names_all_interfaces(node):
+            yield _SECURITY, "names all network interfaces (0.0.0.0)", node
+        if name in ("importlib.import_module", "__import__") and not _text(first):
+            yield _SECURITY, "imports a module whose name is computed", node
+        if _opens_for_writing(node, name):
+            yield _SECURITY, "writes files", node
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if method in ("execute", "executemany") and first is not None and _is_built_sql(first):
+            yield _SECURITY, "SQL text built from values", node
+
+
+def _names_all_interfaces(node: ast.Call) -> bool:
     values = [*node.args, *(word.value for word in node.keywords)]
     values += [element for value in values if isinstance(value, ast.Tuple) for element in value.elts]
-    return any(isinstance(value, ast.Constant) and value.value == "0.0.0.0" for value in values)
+    return any(_text(value) == "0.0.0.0" for value in values)
 
 
-def _opens_for_writing(source: Source, node: ast.Call, name: str) -> bool:
-    if name in ("open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open"):
+def _opens_for_writing(node: ast.Call, name: str) -> bool:
+    if name in _OPEN:
         modes = node.args[1:2]
-    elif isinstance(node.func, ast.Attribute) and node.func.attr == "open":
-        modes = node.args[:2]
+    elif isinstance(node.func, ast.Attribute) and node.func.attr == "open" and not name:
+        modes = node.args[:2]  # Path.open(mode), ZipFile.open(name, mode)
     else:
         return False
-    modes = [*modes, *(word.value for word in node.keywords if word.arg == "mode")]
-    texts = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
-    return any(isinstance(text, str) and re.fullmatch(r"[rwaxbt+]*[wax+][rwaxbt+]*", text) for text in texts)
+    modes += [word.value for word in node.keywords if word.arg == "mode"]
+    return any(_WRITING.fullmatch(_text(mode)) for mode in modes)
 
 
-def _is_sql(node: ast.expr | None) -> bool:
-    """Tell whether a query is a format, sum or f-string with values in it."""
-    built = isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.Add)
+def _is_built_sql(node: ast.expr) -> bool:
+    """Tell whether a query is an f-string, sum or format with values in it."""
+    parts = list(ast.walk(node))
+    texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+    is_built = isinstance(node, ast.JoinedStr | ast.BinOp) and any(
+        isinstance(part, ast.Name) for part in parts
     )
-    if not built or node is None:
-        return False
-    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-    values = any(isinstance(part, ast.Name | ast.FormattedValue) for part in ast.walk(node))
-    return values and bool(texts) and bool(_SQL.match(str(texts[0])))
+    return is_built and any(isinstance(text, str) and _SQL.match(text) for text in texts)
 
 
 def _handlers(source: Source) -> Found:
     for node in source.of(ast.ExceptHandler):
-        names = [source.dotted(part) for part in getattr(node.type, "elts", [node.type]) if part is not None]
-        ignored = all(isinstance(inner, ast.Pass) for inner in node.body)
+        names = {source.dotted(part) for part in getattr(node.type, "elts", [node.type]) if part is not None}
+        ignored = ", which ignores the error" if all(isinstance(part, ast.Pass) for part in node.body) else ""
         if node.type is None:
-            yield _SECURITY, "bare except" + (", which ignores the error" if ignored else ""), node
-        elif {"Exception", "BaseException"} & set(names):
-            yield _SECURITY, "broad except" + (", which ignores the error" if ignored else ""), node
-        elif "ImportError" in names or "ModuleNotFoundError" in names:
+            yield _SECURITY, f"bare except{ignored}", node
+        elif names & {"Exception", "BaseException"}:
+            yield _SECURITY, f"broad except{ignored}", node
+        elif names & {"ImportError", "ModuleNotFoundError"}:
             yield _PATTERN, "optional dependency", node
 
 
@@ -358,78 +319,79 @@ def _asserts(source: Source) -> Found:
 
 
 def _secrets(source: Source) -> Found:
-    for node in source.of(ast.Assign, ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    for node, targets, value in source.assignments():
         names = [source.dotted(target).rpartition(".")[2] for target in targets]
-        if any(_SECRET.search(name) for name in names) and node.value is not None:
-            if (
-                isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-                and len(node.value.value) > 3
-            ):
-                yield _SECURITY, "text in a variable with the name of a secret", node
-            called = [
-                source.spelt(inner.func) for inner in ast.walk(node.value) if isinstance(inner, ast.Call)
-            ]
+        if _is_secret(value) and any(_SECRET.search(name) for name in names):
+            yield _SECURITY, "text in a variable with the name of a secret", node
+        if any(_RANDOM_SECRET.search(name) for name in names):
+            called = [source.known(part.func) for part in ast.walk(value) if isinstance(part, ast.Call)]
             if any(name.startswith("random.") for name in called):
-                yield _SECURITY, "secret from a predictable random number", node
+                yield _SECURITY, "predictable random number in a variable with the name of a secret", node
     for word in source.of(ast.keyword):
-        value = word.value.value if isinstance(word.value, ast.Constant) else None
-        if word.arg and _SECRET.search(word.arg) and isinstance(value, str) and len(value) > 3:
+        if word.arg and _SECRET.search(word.arg) and _is_secret(word.value):
             yield _SECURITY, "text in an argument with the name of a secret", word
 
 
+def _is_secret(node: ast.expr) -> bool:
+    """Tell whether a value is a text that can be a password: neither very short nor several words."""
+    return len(_text(node)) > 3 and not re.search(r"\s", _text(node))
+
+
 def _functions(source: Source) -> Found:
-    for node in source.of(ast.FunctionDef, ast.AsyncFunctionDef):
-        for decorator in node.decorator_list:
-            name = source.spelt(decorator.func if isinstance(decorator, ast.Call) else decorator)
-            known = _DECORATORS.get(name.replace("typing_extensions.", "typing."))
-            if known:
-                yield *known, decorator
+    inner: dict[Function | None, set[str]] = {}
+    for node in source.functions():
+        inner.setdefault(source.function(node), set()).add(node.name)
+    returned: dict[Function | None, list[ast.expr]] = {}
+    for result in source.of(ast.Return):
+        if result.value is not None:
+            returned.setdefault(source.function(result), []).append(result.value)
+    for node in source.functions():
+        values = returned.get(node, [])
+        names = {source.dotted(value) for value in values}
+        made = {source.dotted(value.func) for value in values if isinstance(value, ast.Call)}
         if isinstance(node, ast.AsyncFunctionDef):
             yield _PATTERN, "asynchronous function", node
-        inner = {child.name for child in ast.walk(node) if isinstance(child, Function) and child is not node}
-        returned = [child.value for child in _own(source, node, ast.Return)]
-        if any(isinstance(value, ast.Lambda) or source.dotted(value) in inner for value in returned if value):
+        if names & inner.get(node, set()) or any(isinstance(value, ast.Lambda) for value in values):
             yield _PATTERN, "closure: returns a function that it defines", node
-        made = {source.dotted(value.func) for value in returned if isinstance(value, ast.Call)}
-        if len([name for name in made if name.rpartition(".")[2][:1].isupper()]) > 1:
+        if sum(name.rpartition(".")[2][:1].isupper() for name in made) > 1:
             yield _PATTERN, "factory: returns objects of several classes", node
-        if any(source.dotted(value) == "self" for value in returned if value):
+        if names == {"self"} and not node.name.startswith("__"):
             yield _PATTERN, "returns itself, so that calls can be chained", node
         if node.name == "__getattr__" and node in source.tree.body:
             yield _PATTERN, "module attributes on demand", node
 
 
-def _own(source: Source, function: Function, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
-    return (node for node in source.of(*kinds) if source.function(node) is function)
+def _decorators(source: Source) -> Found:
+    for node in [*source.functions(), *source.of(ast.ClassDef)]:
+        for decorator in node.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if found := _OF_DECORATOR.find(source.known(called)):
+                yield *found, decorator
+            if isinstance(node, ast.ClassDef) and source.known(called) == "dataclasses.dataclass":
+                frozen = isinstance(decorator, ast.Call) and _is(_option(decorator, "frozen"), True)
+                yield _PATTERN, "immutable data class" if frozen else "data class", decorator
 
 
 def _classes(source: Source) -> Found:
     for node in source.of(ast.ClassDef):
-        for decorator in node.decorator_list:
-            text = source.written(decorator)
-            if re.search(r"(^|\.)dataclass\b", text):
-                yield _PATTERN, "immutable data class" if "frozen=True" in text else "data class", decorator
         for base in node.bases:
-            inner = base.value if isinstance(base, ast.Subscript) else base
-            if known := _BASES.get(source.spelt(inner)):
-                yield _PATTERN, known, node
+            if found := _OF_BASE.find(source.known(base.value if isinstance(base, ast.Subscript) else base)):
+                yield *found, node
         if any(word.arg == "metaclass" for word in node.keywords):
             yield _PATTERN, "class with a metaclass", node
         if node.name.endswith("Mixin"):
             yield _PATTERN, "mixin", node
         for child in node.body:
-            if isinstance(child, Function) and child.name in _PROTOCOLS:
-                yield _PATTERN, _PROTOCOLS[child.name], child
+            if isinstance(child, Function) and (found := _OF_SPECIAL.find(child.name)):
+                yield *found, child
             elif isinstance(child, ast.Assign) and source.dotted(child.targets[0]) == "__slots__":
                 yield _PERFORMANCE, "slots instead of a dictionary per object", child
 
 
 def _statements(source: Source) -> Found:
-    for node in source.of(ast.With, ast.AsyncWith):
-        yield _PATTERN, "runs inside a context manager", node
-    for yielded in source.of(ast.Yield, ast.YieldFrom):
+    for node in [*source.of(ast.With), *source.of(ast.AsyncWith)]:
+        yield _PATTERN, "uses a context manager", node
+    for yielded in [*source.of(ast.Yield), *source.of(ast.YieldFrom)]:
         function = source.function(yielded)
         decorators = [source.written(decorator) for decorator in function.decorator_list] if function else []
         if function and not any(re.search(r"contextmanager|fixture", decorator) for decorator in decorators):
@@ -437,97 +399,106 @@ def _statements(source: Source) -> Found:
     for match in source.of(ast.Match):
         yield _PATTERN, "structural pattern matching", match
     for name in source.of(ast.Global):
-        yield _PATTERN, "function that changes module state (global)", name
+        yield _PATTERN, "function that changes state of the module", name
     for test in source.tree.body:
         if (
             isinstance(test, ast.If)
             and source.written(test.test).replace("'", '"') == '__name__ == "__main__"'
         ):
             yield _PATTERN, "runs as a program", test
-    for imported in source.of(ast.Import, ast.ImportFrom):
-        around = list(source.around(imported))
+
+
+def _imports(source: Source) -> Found:
+    for node in [*source.of(ast.Import), *source.of(ast.ImportFrom)]:
+        around = list(source.around(node))
+        tests = [
+            source.dotted(outer.test).rpartition(".")[2] for outer in around if isinstance(outer, ast.If)
+        ]
         if any(isinstance(outer, Function) for outer in around):
-            yield _PATTERN, "import inside a function", imported
-        if any(
-            isinstance(outer, ast.If) and source.dotted(outer.test).rpartition(".")[2] == "TYPE_CHECKING"
-            for outer in around
-        ):
-            yield _PATTERN, "import for type checkers only", imported
+            yield _PATTERN, "import inside a function", node
+        elif "TYPE_CHECKING" in tests:
+            yield _PATTERN, "import for type checkers only", node
 
 
 def _registries(source: Source) -> Found:
-    """Yield module-level dictionaries that functions add entries to."""
-    empty = {}
-    for node in source.tree.body:
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if isinstance(value, ast.Dict) or (
-            isinstance(value, ast.Call) and source.dotted(value.func) == "dict"
-        ):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            empty |= {target.id: node for target in targets if isinstance(target, ast.Name)}
-    for entry in source.of(ast.Subscript):
+    """Yield the dictionaries of a module that its functions add entries to."""
+    tables: dict[str, ast.stmt] = {}
+    for node, targets, value in source.assignments():
+        is_table = isinstance(value, ast.Dict) and not value.keys
+        is_table |= isinstance(value, ast.Call) and source.known(value.func) == "dict"
+        if is_table and next(source.around(node)) is source.tree:
+            tables |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    for entry in source.of(ast.Subscript) if tables else ():
         name = source.dotted(entry.value)
-        if isinstance(entry.ctx, ast.Store) and name in empty and source.function(entry):
-            yield _PATTERN, "registry: functions add entries to a dictionary of the module", empty[name]
+        if isinstance(entry.ctx, ast.Store) and name in tables and source.function(entry):
+            yield _PATTERN, "registry: functions add entries to a dictionary of the module", tables[name]
 
 
 def _loops(source: Source) -> Found:
-    for node in source.of(ast.For, ast.AsyncFor, ast.While):
+    for node in [*source.of(ast.For), *source.of(ast.AsyncFor), *source.of(ast.While)]:
         depth = 1 + source.loops(node)
-        deeper = any(isinstance(inner, Loop) and inner is not node for inner in ast.walk(node))
-        if depth >= 3 and not deeper:
+        if depth >= 3 and not any(isinstance(part, Loop) and part is not node for part in ast.walk(node)):
             yield _PERFORMANCE, f"loops nested {depth} deep", node
     for call in source.of(ast.Call):
-        name, function = source.spelt(call.func), source.function(call)
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if name == "re.compile" and function is not None:
+        name, method = source.known(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name == "re.compile" and source.function(call) is not None:
             yield _PERFORMANCE, "compiles a regular expression inside a function", call
-        if not source.loops(call):
+        if name != "sorted" and method not in ("sort", "pop", "insert"):
             continue
-        if name == "sorted" or (method == "sort" and _is_list(source, call.func)):
+        at_start = bool(call.args) and _is_zero(call.args[0])
+        if not source.loops(call) or (method and not _holds(source, call.func, _is_list)):
+            continue
+        if name == "sorted" or method == "sort":
             yield _PERFORMANCE, "sorts inside a loop", call
-        at_start = call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
-        if method in ("pop", "insert") and at_start and _is_list(source, call.func):
+        elif at_start:
             yield _PERFORMANCE, "shifts a whole list inside a loop", call
     for compare in source.of(ast.Compare):
-        is_in = isinstance(compare.ops[0], ast.In | ast.NotIn)
-        if is_in and source.loops(compare) and _is_list(source, compare.comparators[0]):
+        searched = compare.comparators[0]
+        is_search = isinstance(compare.ops[0], ast.In | ast.NotIn) and isinstance(searched, ast.Name)
+        if is_search and source.loops(compare) and _holds(source, searched, _is_list):
             yield _PERFORMANCE, "searches a list inside a loop", compare
 
 
 def _sums(source: Source) -> Found:
     for node in source.of(ast.AugAssign):
-        if isinstance(node.op, ast.Add) and source.loops(node):
-            text = isinstance(node.value, ast.JoinedStr) or (
-                isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-            )
-            if text:
-                yield _PERFORMANCE, "text built with += inside a loop", node
+        is_text = _is_text(node.value) or _holds(source, node.target, _is_text)
+        if isinstance(node.op, ast.Add) and is_text and source.loops(node):
+            yield _PERFORMANCE, "text built with += inside a loop", node
 
 
-def _is_list(source: Source, node: ast.expr) -> bool:
-    """Tell whether the function around a node only ever assigns lists to the name in it."""
-    name = node.value if isinstance(node, ast.Attribute) else node
-    function = source.function(node)
-    if not isinstance(name, ast.Name) or function is None:
-        return False
-    values = []
-    for inner in ast.walk(function):
-        if isinstance(inner, ast.Name) and inner.id == name.id and isinstance(inner.ctx, ast.Store):
-            outer = next(source.around(inner))
-            values.append(outer.value if isinstance(outer, ast.Assign | ast.AnnAssign) else None)
-    return bool(values) and all(
-        isinstance(value, ast.ListComp)
-        or (isinstance(value, ast.List) and not value.elts)
-        or (isinstance(value, ast.Call) and source.dotted(value.func) in ("list", "sorted"))
-        for value in values
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0 and node.value is not False
+
+
+def _is_text(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _is_list(node: ast.expr | None) -> bool:
+    """Tell whether an expression makes a list that may grow; a list of constants stays short."""
+    made = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+    return (
+        isinstance(node, ast.ListComp)
+        or (isinstance(node, ast.List) and not node.elts)
+        or made in ("list", "sorted")
     )
+
+
+def _holds(source: Source, node: ast.expr, is_kind: Callable[[ast.expr | None], bool]) -> bool:
+    """Tell whether the function around a name only ever assigns values of a kind to it."""
+    name = node.value if isinstance(node, ast.Attribute) else node
+    if not isinstance(name, ast.Name):
+        return False
+    binds = source.bound.get((source.function(node), name.id), [])
+    plain = [bind for bind in binds if not isinstance(bind, ast.AugAssign)]
+    values = [bind.value if isinstance(bind, ast.Assign | ast.AnnAssign) else None for bind in plain]
+    return bool(values) and all(is_kind(value) for value in values)
 
 
 def _recursion(source: Source) -> Found:
     for call in source.of(ast.Call):
         name = source.dotted(call.func)
-        for outer in source.around(call):
+        for outer in source.around(call) if name else ():
             if isinstance(outer, Function):
                 is_method = isinstance(next(source.around(outer)), ast.ClassDef)
                 if name == (f"self.{outer.name}" if is_method else outer.name):
@@ -542,26 +513,26 @@ def _tensors(source: Source) -> Found:
     for call in source.of(ast.Call):
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if method == "clone":
-            yield _PERFORMANCE, "copies a tensor", call
+            yield _PERFORMANCE, "copies with clone()", call
         elif method in ("item", "tolist", "cpu") and not call.args:
-            yield _PERFORMANCE, "copies from the device, which waits for it", call
-        elif re.fullmatch(r"[a-z]\w*[a-z0-9]_", method):
-            yield _PERFORMANCE, "changes a tensor in place", call
-        elif re.fullmatch(r"register_\w*hook\w*", method):
-            yield _PATTERN, "registers a hook", call
-        if any(word.arg in ("async_op", "non_blocking") and _is(word.value, True) for word in call.keywords):
+            yield _PERFORMANCE, f"{method}() waits for a GPU if the tensor is on one", call
+        elif re.fullmatch(r"[a-z]\w*[a-z0-9]_", method) and not source.known(call.func):
+            yield _PERFORMANCE, "operation in place", call
+        if any(_is(_option(call, word), True) for word in ("async_op", "non_blocking")):
             yield _PERFORMANCE, "asynchronous transfer", call
 
 
-_CHECKS: tuple[Check, ...] = (
+_CHECKS: tuple[Callable[[Source], Found], ...] = (
     _calls,
-    _options_of_calls,
+    _arguments,
     _handlers,
     _asserts,
     _secrets,
     _functions,
+    _decorators,
     _classes,
     _statements,
+    _imports,
     _registries,
     _loops,
     _sums,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from repopages.reading.model import Item
-from repopages.reading.python_source import Function, Source
+from repopages.reading.python_source import Function, Source, constant_text
 
 _CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*$")
 _ENUM = re.compile(r"(Enum|Flag|EnumType)$")
@@ -34,6 +34,16 @@ class _Reader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._classes = {node.name: node for node in source.of(ast.ClassDef)}
+        # Docstrings that are set later, as in `Adam.__doc__ = "..." + _params_doc`.
+        self._docs = {
+            target.value.id: _clean(constant_text(value))
+            for _, targets, value in source.assignments()
+            for target in targets
+            if isinstance(target, ast.Attribute)
+            and target.attr == "__doc__"
+            and isinstance(target.value, ast.Name)
+            and not isinstance(value, ast.Attribute | ast.Name)
+        }
 
     def inside(self, body: list[ast.stmt], place: str) -> tuple[Item, ...]:
         """Return the definitions in the body of a module, class, enum or function, one for each name."""
@@ -61,7 +71,7 @@ class _Reader:
             name=node.name,
             kind="property" if is_property else "method" if is_method else "function",
             signature=returns if is_property else f"{signature} -> {returns}" if returns else signature,
-            doc=_docstring(node) or source.comment(above),
+            doc=_docstring(node) or self._docs.get(node.name) or source.comment(above),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             parameters=names,
@@ -74,14 +84,16 @@ class _Reader:
         """Return the parameters as written and their names, for methods without the first."""
         placed = [*args.posonlyargs, *args.args]
         defaults = [None] * (len(placed) - len(args.defaults)) + list(args.defaults)
-        parts = [self._parameter(argument, default) for argument, default in zip(placed, defaults)]
+        parts = [
+            self._parameter(argument, default) for argument, default in zip(placed, defaults, strict=True)
+        ]
         if args.posonlyargs:
             parts.insert(len(args.posonlyargs), "/")
         if drop_first and placed:
             placed, parts = placed[1:], parts[2:] if parts[1:2] == ["/"] else parts[1:]
         if args.vararg or args.kwonlyargs:
             parts.append(f"*{self._parameter(args.vararg, None) if args.vararg else ''}")
-        parts += [self._parameter(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults)]
+        parts += [self._parameter(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
         if args.kwarg:
             parts.append(f"**{self._parameter(args.kwarg, None)}")
         more = [argument for argument in (args.vararg, *args.kwonlyargs, args.kwarg) if argument]
@@ -105,7 +117,7 @@ class _Reader:
             signature=made.signature.rpartition(" -> ")[0] or made.signature
             if made
             else _constructor(fields),
-            doc=_docstring(node) or source.comment(above),
+            doc=_docstring(node) or self._docs.get(node.name) or source.comment(above),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             parameters=made.parameters if made else tuple(name for name, _, _ in fields),
@@ -137,7 +149,10 @@ class _Reader:
         Fields of its bases are included as far as the file defines them.
         """
         source = self._source
-        how = next((text for one in node.decorator_list if _RECORD.search(text := source.written(one))), None)
+        how = next(
+            (text for decorator in node.decorator_list if _RECORD.search(text := source.written(decorator))),
+            None,
+        )
         if how is None and not any(source.dotted(base).endswith("NamedTuple") for base in node.bases):
             return []
         bases = [self._classes.get(source.dotted(base)) for base in reversed(node.bases)]
@@ -172,7 +187,7 @@ class _Reader:
         value = getattr(node, "value", None)
         for target in _targets(node):
             name = target.id if isinstance(target, ast.Name) else ""
-            if name in ("", "__all__", "__slots__"):
+            if name in ("", "__all__", "__slots__", "__doc__"):
                 continue
             if isinstance(value, ast.Lambda):
                 yield self._lambda(
@@ -183,9 +198,8 @@ class _Reader:
             elif place == "class":
                 yield self._value(name, node, below, "attribute")
             elif place == "module":
-                made = self._called(name, value)
                 item = self._value(name, node, below, self._value_kind(name, node))
-                yield replace(item, **made) if made else item
+                yield self._called(item, value) if isinstance(value, ast.Call) else item
 
     def _value(self, name: str, node: ast.stmt, below: str, kind: str) -> Item:
         source, value = self._source, getattr(node, "value", None)
@@ -193,7 +207,7 @@ class _Reader:
             name=name,
             kind=kind,
             signature=source.written(getattr(node, "annotation", None)),
-            doc=below or source.comment(node.lineno, node),
+            doc=below or _given_doc(value) or source.comment(node.lineno, node),
             line=node.lineno,
             end=node.end_lineno or node.lineno,
             value=source.evidence(value) if value is not None else "",
@@ -215,20 +229,20 @@ class _Reader:
         item = self._value(name, node, below, kind)
         return replace(item, signature=signature, parameters=names)
 
-    def _called(self, name: str, value: ast.expr | None) -> dict[str, object]:
-        """Return what differs for `Point = namedtuple("Point", "x y")` and `Color = Enum("Color", "RED")`."""
-        call = self._source.dotted(value.func) if isinstance(value, ast.Call) else ""
-        kind = {"namedtuple": "class", "NamedTuple": "class"}.get(call.rpartition(".")[2])
-        kind = "enum" if _ENUM.search(call) else kind
-        if not kind or not isinstance(value, ast.Call) or len(value.args) < 2:
-            return {}
-        names = _listed(value.args[1])
-        inner = "member" if kind == "enum" else "attribute"
-        members = [Item(name=name, kind=inner, line=value.lineno, end=value.lineno) for name in names]
-        made: dict[str, object] = {"kind": kind, "members": tuple(members), "bases": (call,)}
-        if kind == "class":
-            made |= {"signature": f"({', '.join(names)})", "parameters": tuple(names)}
-        return made
+    def _called(self, item: Item, value: ast.Call) -> Item:
+        """Return the class that `namedtuple("Point", "x y")` or `Enum("Color", "RED")` makes, or the item."""
+        call = self._source.dotted(value.func)
+        is_enum, is_tuple = bool(_ENUM.search(call)), call.rpartition(".")[2] in ("namedtuple", "NamedTuple")
+        if len(value.args) < 2 or not (is_enum or is_tuple):
+            return item
+        names, kind = _listed(value.args[1]), "member" if is_enum else "attribute"
+        members = tuple(Item(name=name, kind=kind, line=value.lineno, end=value.lineno) for name in names)
+        if is_enum:
+            return replace(item, kind="enum", members=members, bases=(call,))
+        signature = f"({', '.join(names)})"
+        return replace(
+            item, kind="class", members=members, bases=(call,), signature=signature, parameters=tuple(names)
+        )
 
 
 def _listed(node: ast.expr) -> list[str]:
@@ -244,14 +258,14 @@ def _listed(node: ast.expr) -> list[str]:
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield statements, also those inside `if`, `try`, `with`, `match` and loops, with the text below each."""
+    """Yield statements, also inside `if`, `try`, `with`, `match` and loops, with the text below each."""
     for node, below in itertools.zip_longest(body, body[1:]):
         blocks = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
         inner = [*getattr(node, "handlers", []), *getattr(node, "cases", [])]
         if isinstance(node, Function | ast.ClassDef) or not (any(blocks) or inner):
             text = below.value if isinstance(below, ast.Expr) else None
             doc = text.value if isinstance(text, ast.Constant) else None
-            yield node, inspect.cleandoc(doc) if isinstance(doc, str) else ""
+            yield node, _clean(doc) if isinstance(doc, str) else ""
         else:
             first, *rest = blocks
             for block in [first, *(part.body for part in inner), *rest]:
@@ -259,13 +273,13 @@ def _flat(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def _targets(node: ast.stmt) -> Iterator[ast.expr]:
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [getattr(node, "target", getattr(node, "name", None))]
-    )
-    for target in targets:
-        yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    """Yield what is assigned to, each part of a tuple by itself."""
+    single = getattr(node, "target", getattr(node, "name", None))  # the name of `type X = ...`
+    for target in node.targets if isinstance(node, ast.Assign) else [single]:
+        if isinstance(target, ast.Tuple | ast.List):
+            yield from target.elts
+        elif isinstance(target, ast.expr):
+            yield target
 
 
 def _united(found: Iterable[Item]) -> tuple[Item, ...]:
@@ -296,7 +310,27 @@ def _rank(item: Item) -> tuple[bool, bool, bool]:
 
 
 def _docstring(node: Function | ast.ClassDef) -> str:
-    return ast.get_docstring(node) or ""
+    """Return the docstring of a definition, also one that a class builds as `__doc__ = ...`."""
+    doc = ast.get_docstring(node)
+    if doc is None and isinstance(node, ast.ClassDef):
+        for child in node.body:
+            named = isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name)
+            if isinstance(child, ast.Assign) and named and ast.unparse(child.targets[0]) == "__doc__":
+                return _clean(constant_text(child.value))
+    return doc or ""
+
+
+def _clean(text: str) -> str:
+    return inspect.cleandoc(text).strip()
+
+
+def _given_doc(value: ast.expr | None) -> str:
+    """Return the text of `f = add_docstr(g, "...")`, by which C functions get theirs."""
+    name = value.func if isinstance(value, ast.Call) else None
+    called = getattr(name, "id", getattr(name, "attr", ""))
+    if isinstance(value, ast.Call) and called.endswith("add_docstr") and len(value.args) > 1:
+        return _clean(constant_text(value.args[1]))
+    return ""
 
 
 def _is_public(name: str) -> bool:
@@ -311,7 +345,7 @@ def _declared(name: str, kind: str, default: str) -> str:
 
 
 def _options(source: Source, value: ast.expr | None) -> dict[str, str]:
-    """Return a field's options, with its default as a caller sees it, without `dataclasses.field` around it."""
+    """Return a field's options, with its default as a caller sees it instead of `field(...)`."""
     called = source.dotted(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
     if not isinstance(value, ast.Call) or called not in ("field", "ib", "attrib", "Factory"):
         return {"default": source.written(value)}

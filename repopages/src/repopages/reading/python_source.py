@@ -1,14 +1,18 @@
 """A Python file as a syntax tree with parents, spelt-out names and comments."""
 
 import ast
+import builtins
 import re
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
 Node = TypeVar("Node", bound=ast.AST)
+
+BUILTINS = frozenset(dir(builtins))
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")  # str.splitlines also splits at form feeds, which ast does not count
 _ATTEMPTS = 20
@@ -47,10 +51,22 @@ class Source:
                     waiting.append(child)
         self.imported = dict(self._imported())
 
-    def of(self, *kinds: type[Node]) -> Iterator[Node]:
-        """Yield all nodes of these kinds, in no particular order."""
-        for kind in kinds:
-            yield from self._found.get(kind, ())  # type: ignore[misc]
+    def of(self, kind: type[Node]) -> Iterator[Node]:
+        """Yield all nodes of a kind, in no particular order."""
+        yield from self._found.get(kind, ())  # type: ignore[misc]
+
+    def functions(self) -> Iterator[Function]:
+        """Yield all functions and methods."""
+        yield from self.of(ast.FunctionDef)
+        yield from self.of(ast.AsyncFunctionDef)
+
+    def assignments(self) -> Iterator[tuple[ast.stmt, list[ast.expr], ast.expr]]:
+        """Yield (statement, targets, value) of all assignments of the form `x = ...` and `x: T = ...`."""
+        for node in self.of(ast.Assign):
+            yield node, node.targets, node.value
+        for annotated in self.of(ast.AnnAssign):
+            if annotated.value is not None:
+                yield annotated, [annotated.target], annotated.value
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield what contains a node, from the inside out."""
@@ -65,14 +81,13 @@ class Source:
     def loops(self, node: ast.AST) -> int:
         """Return how many loops are around a node, in the same function."""
         count = 0
-        for inner, outer in zip([node, *self.around(node)], self.around(node)):
+        for outer in self.around(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 break
             # What a loop iterates over, and its `else`, run once.
-            once = isinstance(outer, Loop) and (
-                inner is getattr(outer, "iter", None) or inner in outer.orelse
-            )
+            once = isinstance(outer, Loop) and (node is getattr(outer, "iter", None) or node in outer.orelse)
             count += isinstance(outer, Loop) and not once
+            node = outer
         return count
 
     def where(self, node: ast.AST) -> str:
@@ -121,14 +136,44 @@ class Source:
         first, dot, rest = self.dotted(node).partition(".")
         return f"{self.imported.get(first, first)}{dot}{rest}"
 
+    def known(self, node: ast.AST) -> str:
+        """Return the spelt-out name of something imported or built in, or an empty text."""
+        first = self.dotted(node).partition(".")[0]
+        if first in self.imported or (first in BUILTINS and not self._is_bound(node, first)):
+            return self.spelt(node)
+        return ""
+
+    def _is_bound(self, node: ast.AST, name: str) -> bool:
+        """Tell whether the module, or a function around a node, has a name of its own like a built-in's."""
+        scopes: list[Function | None] = [outer for outer in self.around(node) if isinstance(outer, Function)]
+        return any((scope, name) in self.bound for scope in [*scopes, None])
+
+    @cached_property
+    def bound(self) -> dict[tuple[Function | None, str], list[ast.AST]]:
+        """What binds each name, by function (None for the module): assignments, parameters, definitions."""
+        found: dict[tuple[Function | None, str], list[ast.AST]] = {}
+        for name in self.of(ast.Name):
+            if isinstance(name.ctx, ast.Store):
+                found.setdefault((self.function(name), name.id), []).append(self._parents[name])
+        for argument in self.of(ast.arg):
+            found.setdefault((self.function(argument), argument.arg), []).append(argument)
+        for node in self.functions():
+            if not isinstance(self._parents[node], ast.ClassDef):
+                found.setdefault((self.function(node), node.name), []).append(node)
+        return found
+
     def _imported(self) -> Iterator[tuple[str, str]]:
         for node in self.of(ast.Import):
             for name in node.names:
                 first = name.name.partition(".")[0]
                 yield (name.asname, name.name) if name.asname else (first, first)
-        for node in self.of(ast.ImportFrom):
-            for name in node.names:
-                yield name.asname or name.name, f"{'.' * node.level}{joined(node.module, name.name)}"
+        for chosen in self.of(ast.ImportFrom):
+            module = f"{'.' * chosen.level}{chosen.module or ''}"
+            for name in chosen.names:
+                yield (
+                    name.asname or name.name,
+                    f"{module}.{name.name}" if chosen.module else module + name.name,
+                )
 
     def comment(self, line: int, end: ast.AST | None = None) -> str:
         """Return the comment on the lines directly above `line`, or after `end` on its last line."""
@@ -138,11 +183,11 @@ class Source:
             if after.startswith("#") and not _PRAGMA.match(after.lstrip("#: ")):
                 return after.lstrip("#: ").strip()
         held: list[str] = []
-        for above in reversed(self.lines[: line - 1]):
-            if not above.lstrip().startswith("#"):
-                break
-            held.insert(0, above)
-        return _uncommented(held)
+        while line > 1 and self.lines[line - 2].lstrip().startswith("#"):
+            line -= 1
+            held.append(self.lines[line - 1])
+        text = _uncommented(held[::-1])
+        return "" if _LICENSE.search(text) else text
 
     def top_comment(self) -> str:
         """Return the first comment at the top of the file that is neither a licence nor an instruction."""
@@ -159,9 +204,27 @@ class Source:
         return next((text for block in after if (text := _uncommented(block))), "")
 
 
-def joined(module: str | None, name: str) -> str:
-    """Return the dotted name of a name in a module."""
-    return f"{module}.{name}" if module else name
+def terms(node: ast.expr) -> list[ast.expr]:
+    """Return the terms of a sum, without recursion: it may have thousands."""
+    found: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        found.append(node.right)
+        node = node.left
+    return [node, *reversed(found)]
+
+
+def constant_text(node: ast.expr) -> str:
+    """Return a text as in its source, with constants unchanged and values as `…`."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(constant_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        is_sum = isinstance(node.op, ast.Add)
+        return "".join(map(constant_text, terms(node))) if is_sum else constant_text(node.left)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return re.sub(r"\{[^{}]*\}", "…", constant_text(node.func.value))
+    return "…"
 
 
 def _uncommented(lines: list[str]) -> str:
@@ -179,23 +242,29 @@ def parse(text: str) -> tuple[Source, str]:
     """
     lines, problem = _NEWLINE.split(text.removeprefix("\ufeff")), ""
     for _ in range(_ATTEMPTS):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes such as "\d" in the file
-                tree = ast.parse("\n".join(lines))
+        tree, wrong, number = _tree("\n".join(lines))
+        problem = problem or wrong
+        if tree is not None:
             return Source("\n".join(lines), tree), problem
-        except SyntaxError as error:
-            problem = problem or f"line {error.lineno}: {error.msg}"
-            # "expected an indented block after 'if' statement on line 3" blames the line after it.
-            blamed = re.search(r" on line (\d+)$", error.msg)
-            if not _blank(lines, int(blamed[1]) if blamed else error.lineno or 0):
-                break
-        except (ValueError, RecursionError, MemoryError) as error:
-            problem = problem or (
-                str(error) if isinstance(error, ValueError) else "nested too deeply to parse"
-            )
+        if not _blank(lines, number):
             break
     return Source("", ast.parse("")), problem
+
+
+def _tree(text: str) -> tuple[ast.Module | None, str, int]:
+    """Return (tree, problem, line of the problem or 0)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\d" in the file
+            return ast.parse(text), "", 0
+    except SyntaxError as error:
+        # "expected an indented block after 'if' statement on line 3" is reported at the line after it.
+        blamed = re.search(r" on line (\d+)$", error.msg)
+        return None, f"line {error.lineno}: {error.msg}", int(blamed[1]) if blamed else error.lineno or 0
+    except ValueError as error:
+        return None, str(error), 0
+    except (RecursionError, MemoryError):
+        return None, "nested too deeply to parse", 0
 
 
 def _blank(lines: list[str], number: int) -> bool:
