@@ -8,6 +8,7 @@ import hashlib
 import os
 import posixpath
 import re
+from functools import lru_cache
 from urllib.parse import quote
 
 KEYWORDS = "keywords"
@@ -20,6 +21,7 @@ _TAKEN = re.compile(r"(.*\.(md|html)|keywords\.json|llms\.txt|\.repopages\.json|
 _LONGEST = 200  # bytes of a name; most file systems allow 255, with suffixes
 
 
+@lru_cache(maxsize=1 << 14)
 def file_page(path: str) -> str:
     """Return the address of a file's page."""
     return f"{_mirrored(path)}_docs"
@@ -56,9 +58,14 @@ def relative(here: str, there: str, anchor: str = "") -> str:
         there: Address of the page that it leads to, with its suffix, or an empty text for the page itself.
         anchor: A place on that page.
     """
+    made = _between(here.rpartition("/")[0], there) if there else ""
+    return f"{made}#{quote(os.fsencode(anchor))}" if anchor else made
+
+
+@lru_cache(maxsize=1 << 16)
+def _between(folder: str, there: str) -> str:
     base = "/_" * 64  # deep enough for any ".." in `there`, so that the working directory plays no part
-    made = posixpath.relpath(f"{base}/{there}", posixpath.dirname(f"{base}/{here}")) if there else ""
-    return quote(os.fsencode(made)) + (f"#{quote(os.fsencode(anchor))}" if anchor else "")
+    return quote(os.fsencode(posixpath.relpath(f"{base}/{there}", f"{base}/{folder}")))
 
 
 def _mirrored(path: str) -> str:

@@ -3,14 +3,16 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from repopages.pages import markup
 from repopages.pages.addresses import file_keywords, file_page, folder_index, folder_page, relative
 from repopages.pages.dialect import Dialect
 from repopages.pages.markup import MOST_ROWS, code, link, listed, slug
-from repopages.reading.docstrings import Docstring, Link, inline, parse
+from repopages.reading import docstrings
+from repopages.reading.docstrings import Docstring, Link, inline
 from repopages.reading.model import Facts, Item, Section
 from repopages.relations.library import Library, Place
 
@@ -36,7 +38,39 @@ VALUES = frozenset(["attribute", "constant", "field", "key", "member", "type", "
 
 _RESERVED = frozenset(slug(title) for title in (*SECTIONS, "Keywords"))
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^<>`]*\))?$")
+_MOST_SUMMARY = 200
 _DESCRIPTIONS = ("description", "project.description", "package.description", "tool.poetry.description")
+
+
+class Keyword(NamedTuple):
+    """A word and the place that explains it.
+
+    Attributes:
+        word: The identifier or concept.
+        kind: "function", "class", "parameter", "import", "module", "raises", "catches", "constant",
+            "environment variable", "option", "heading", "term" and so on.
+        path: The file.
+        anchor: The section or definition on the file's page.
+        section: Title of that section, or dotted name of the definition.
+        summary: One line about it.
+    """
+
+    word: str
+    kind: str
+    path: str
+    anchor: str
+    section: str
+    summary: str = ""
+
+    def url(self, top: str = "", suffix: str = ".md") -> str:
+        """Return its address from the top of an output, not encoded."""
+        return f"{top}{file_page(self.path)}{suffix}#{self.anchor}"
+
+
+@lru_cache(maxsize=1 << 12)
+def parse(doc: str) -> Docstring:
+    """Return a docstring in parts. Several sections of a page need the same ones."""
+    return docstrings.parse(doc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +80,12 @@ class Book:
     Args:
         library: The files and their relations.
         dialect: The output.
+        keywords: Keywords of each file, filled in when they are first needed.
     """
 
     library: Library
     dialect: Dialect
+    keywords: dict[str, list[Keyword]] = field(default_factory=dict, repr=False)
     _summaries: dict[str, str] = field(default_factory=dict, repr=False)
     _anchors: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     _sections: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
@@ -63,7 +99,7 @@ class Book:
 
     def said(self, path: str) -> str:
         """Return what a file says of itself as one line of Markdown, or an empty text."""
-        return inline(described(self.library.files[path])[0], unlinked)
+        return inline(_cut(described(self.library.files[path])[0]), unlinked)
 
     def anchors(self, path: str) -> dict[str, str]:
         """Return the anchor on its page of every definition in a file, by its dotted name."""
@@ -102,7 +138,7 @@ class Book:
         """Sections of documents with recorded benchmarks, each with its lines."""
         found = []
         for path, facts in self.library.files.items():
-            if facts.role == "document" and "bench" in path.lower():
+            if facts.role == "document" and facts.sections and "bench" in path.lower():
                 lines, sections = facts.text.splitlines(), facts.sections
                 ends = [*(section.line - 1 for section in sections[1:]), len(lines)]
                 found += [
@@ -198,6 +234,15 @@ class Page:
         self.asked.add(name)
         return self.library.find(name, self.path)
 
+    def _nearest(self, name: str, around: str) -> Place | None:
+        """Return what a name refers to inside a definition: first a member of it or of what contains it."""
+        anchors = self.book.anchors(self.path)
+        while around:
+            if f"{around}.{name}" in anchors:
+                return self.find(f"{around}.{name}")
+            around = around.rpartition(".")[0]
+        return self.find(name)
+
     def place(self, place: Place, text: str) -> str:
         """Return a link to a definition, or to the page of its file."""
         return self.file(place.path, self.book.anchors(place.path).get(place.name, ""), text)
@@ -217,7 +262,7 @@ class Page:
             found, text = _NAME.match(code), unlinked(code, shown)
             if not found or found["name"] in own:
                 return text
-            place = (self.find(f"{name}.{found['name']}") if name else None) or self.find(found["name"])
+            place = self._nearest(found["name"], name)
             if place is None or (place.path == self.path and place.name in ("", name)):
                 return text
             return self.place(place, text)
@@ -294,6 +339,14 @@ def described(facts: Facts) -> tuple[str, str]:
             if values.get(name):
                 return values[name].strip("\"'"), name
     return facts.title, "title" if facts.title else ""
+
+
+def _cut(text: str) -> str:
+    """Return the first sentences of a long paragraph, for tables."""
+    if len(text) <= _MOST_SUMMARY:
+        return text
+    held = text[:_MOST_SUMMARY]
+    return held[: held.rindex(". ") + 1] if ". " in held else held.rpartition(" ")[0] + " …"
 
 
 def main_names(facts: Facts) -> str:

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from urllib.parse import unquote
 
 from repopages.pages.addresses import KEYWORDS, file_page, folder_page, relative
-from repopages.pages.book import Book, Page
-from repopages.pages.keywords import Keyword, by_word, keywords_of
+from repopages.pages.book import Book, Keyword, Page
+from repopages.pages.keywords import by_word, keywords_of
 from repopages.pages.markup import code, counted, escape, link, listed, shown, table
 
 _MOST_PLACES = 12
@@ -141,12 +142,24 @@ def keywords_json(book: Book, found: Sequence[Keyword]) -> str:
             "url": url,
         }
         if keyword.summary:
-            entry["summary"] = keyword.summary[:200]
+            entry["summary"] = keyword.summary
         lines.append(
             shown(json.dumps({name: shown(value) for name, value in entry.items()}, ensure_ascii=False))
         )
     name = json.dumps(shown(book.library.name))
     return f'{{"repository": {name}, "keywords": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def keywords_from(text: str) -> dict[str, list[Keyword]]:
+    """Return the keywords of each file from the JSON that was written of them."""
+    found: dict[str, list[Keyword]] = {}
+    for entry in json.loads(text)["keywords"]:
+        anchor, path = unquote(entry["url"].partition("#")[2]), entry["file"]
+        keyword = Keyword(
+            entry["word"], entry["kind"], path, anchor, entry["section"], entry.get("summary", "")
+        )
+        found.setdefault(path, []).append(keyword)
+    return found
 
 
 def llms_text(book: Book) -> str:

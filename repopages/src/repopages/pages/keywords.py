@@ -2,13 +2,10 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
-from repopages.pages.addresses import file_page
-from repopages.pages.book import Book
+from repopages.pages.book import Book, Keyword, parse
 from repopages.pages.dialect import GitHub
 from repopages.pages.markup import slug
-from repopages.reading.docstrings import parse
 from repopages.reading.model import Facts
 from repopages.relations.library import Library
 
@@ -26,6 +23,7 @@ _KINDS = (
 )
 """Kinds of keywords that a reader most likely looks for, first."""
 
+_MOST_SUMMARY = 200
 _DEPENDENCIES, _SAFETY, _TESTING = "Dependencies", "Security and safety", "Testing and usage"
 _SELF = frozenset(["self", "cls", "_", "__", "this"])
 _STOP = frozenset(
@@ -38,38 +36,16 @@ _STOP = frozenset(
 )
 
 
-class Keyword(NamedTuple):
-    """A word and the place that explains it.
-
-    Attributes:
-        word: The identifier or concept.
-        kind: "function", "class", "parameter", "import", "module", "raises", "catches", "constant",
-            "environment variable", "option", "heading", "term" and so on.
-        path: The file.
-        anchor: The section or definition on the file's page.
-        section: Title of that section, or dotted name of the definition.
-        summary: One line about it.
-    """
-
-    word: str
-    kind: str
-    path: str
-    anchor: str
-    section: str
-    summary: str = ""
-
-    def url(self, top: str = "", suffix: str = ".md") -> str:
-        """Return its address from the top of an output, not encoded."""
-        return f"{top}{file_page(self.path)}{suffix}#{self.anchor}"
-
-
 def keywords_of(book: Book, path: str) -> list[Keyword]:
     """Return the keywords of a file, sorted and without repetition."""
-    found: dict[tuple[str, str, str], Keyword] = {}
-    for keyword in _all(book, book.library.files[path]):
-        if keyword.word not in _SELF and any(letter.isalnum() for letter in keyword.word):
-            found.setdefault((keyword.word, keyword.kind, keyword.anchor), keyword)
-    return sorted(found.values(), key=order)
+    if path not in book.keywords:
+        found: dict[tuple[str, str, str], Keyword] = {}
+        for keyword in _all(book, book.library.files[path]):
+            if keyword.word not in _SELF and any(letter.isalnum() for letter in keyword.word):
+                short = keyword._replace(summary=keyword.summary[:_MOST_SUMMARY])
+                found.setdefault((keyword.word, keyword.kind, keyword.anchor), short)
+        book.keywords[path] = sorted(found.values(), key=order)
+    return book.keywords[path]
 
 
 def order(keyword: Keyword) -> tuple[str, str, int, str, str]:
