@@ -11,7 +11,7 @@ def test_includes_are_relative_first_and_then_by_the_end_of_the_path(tmp_path: P
         tmp_path,
         {
             "src/core/a.c": '#include "a.h"\n#include "../util/b.h"\n#include <lib/c.h>\n#include <stdio.h>\n'
-            '#include "string.h"\n#include <vendor.h>\n#include "../../../../etc/passwd"\nint f(void) { return 1; }\n',
+            '#include "string.h"\n#include <vendor.h>\n#include "../../../etc/passwd"\nint f(void);\n',
             "src/core/a.h": "int f(void);\n",
             "src/util/b.h": "",
             "include/lib/c.h": "",
@@ -31,14 +31,16 @@ def test_scripts_are_found_by_extension_index_alias_and_package(tmp_path: Path) 
     made = library(
         tmp_path,
         {
-            "app/main.ts": 'import { view } from "./view.js";\nimport x from "./parts";\nimport y from "@/deep/z";\n'
+            "app/main.ts": 'import { view } from "./view.js";\nimport x from "./parts";\n'
+            'import y from "@/deep/z";\n'
             'import s from "@shop/core";\nimport t from "@shop/core/till";\nimport React from "react";\n'
-            'import fs from "node:fs";\nimport p from "path";\nexport * from "./data.json";\nimport n from "./no";\n',
+            'import fs from "node:fs";\nimport p from "path";\nexport * from "./data.json";\n'
+            'import n from "./no";\n',
             "app/view.ts": "export function view() {}\n",
             "app/parts/index.tsx": "",
             "app/data.json": "{}",
             "app/src/deep/z.ts": "",
-            "app/tsconfig.json": '{ // comment\n "compilerOptions": {"baseUrl": ".", "paths": {"@/*": ["src/*"],}} }',
+            "app/tsconfig.json": '{ // hi\n"compilerOptions": {"paths": {"@/*": ["src/*"],}} }',
             "packages/core/package.json": '{"name": "@shop/core", "main": "dist/index.js"}',
             "packages/core/src/index.ts": "",
             "packages/core/src/till.ts": "",
@@ -87,7 +89,8 @@ def test_go_packages_are_folders_and_names_choose_the_file(tmp_path: Path) -> No
         tmp_path,
         {
             "go.mod": "module example.org/shop\n\ngo 1.22\n",
-            "main.go": 'package main\n\nimport (\n\t"fmt"\n\tt "example.org/shop/till"\n\t"github.com/x/y"\n)\n\n'
+            "main.go": 'package main\n\nimport (\n\t"fmt"\n\tt "example.org/shop/till"\n'
+            '\t"github.com/x/y"\n)\n\n'
             "func main() { fmt.Println(t.Close(), y.Z) }\n",
             "till/close.go": "package till\n\nfunc Close() int { return 1 }\n",
             "till/open.go": "package till\n\nfunc Open() int { return 1 }\n",
@@ -104,7 +107,8 @@ def test_shell_scripts_source_their_neighbours(tmp_path: Path) -> None:
     made = library(
         tmp_path,
         {
-            "bin/run.sh": '#!/bin/sh\n. ./lib.sh\nsource "$(dirname "$0")/more.sh"\n. "$HERE/util/log.sh"\n. $X\n',
+            "bin/run.sh": '#!/bin/sh\n. ./lib.sh\nsource "$(dirname "$0")/more.sh"\n'
+            '. "$HERE/util/log.sh"\n. $X\n',
             "bin/lib.sh": "",
             "bin/more.sh": "",
             "util/log.sh": "",

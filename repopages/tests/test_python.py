@@ -429,9 +429,10 @@ def test_lines_stay_right_after_a_broken_statement() -> None:
 
 
 def test_deep_and_long_expressions_are_read() -> None:
-    total = " + ".join(["x"] * 900)
-    facts = facts_of(f"A = {total}\nB = [{'1, ' * 20_000}]\n")
+    total = " + ".join(["'x'"] * 1200)
+    facts = facts_of(f"A = {total}\nB = [{'1, ' * 20_000}]\nraise C({total})\n__all__ = [{total}]\n")
     assert [item.name for item in facts.items] == ["A", "B"]
+    assert facts.raised[0].message == "x" * 1200
     assert all(len(item.value) <= 160 for item in facts.items)
 
 

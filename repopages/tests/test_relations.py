@@ -126,7 +126,7 @@ def test_a_folder_of_an_installed_package_links_absolute_imports(tmp_path: Path)
     made = library(
         root,
         {
-            "hooks/power.py": "import torch.distributed.hooks.default as default\nimport torch.nn\nimport os\n",
+            "hooks/power.py": "import torch.distributed.hooks.default as d\nimport torch.nn\nimport os\n",
             "hooks/default.py": "from torch.distributed.hooks import power\n",
             "plain/c.py": "from torch.distributed.hooks.default import power\n",
         },
@@ -267,11 +267,66 @@ def test_circles_of_re_exports_and_bases_end(tmp_path: Path) -> None:
     assert made.find("A", "a/c.py") == Place(path="a/b.py", name="A", item=made.files["a/b.py"].items[0])
 
 
+def test_data_classes_take_the_fields_of_bases_in_other_files(tmp_path: Path) -> None:
+    made = library(
+        tmp_path,
+        {
+            "base.py": """
+                from dataclasses import dataclass, field
+                @dataclass
+                class Ware:
+                    name: str
+                    price: float = 1.0
+                    tags: list = field(default_factory=list, kw_only=True)
+            """,
+            "tea.py": """
+                from dataclasses import dataclass
+                import base
+                @dataclass
+                class Tea(base.Ware):
+                    leaves: str = "green"
+                @dataclass
+                class Other(Tea):
+                    def __init__(self): ...
+                class Plain(base.Ware): ...
+            """,
+        },
+    )
+    tea, other, plain = made.files["tea.py"].items
+    assert tea.signature == "(name: str, price: float = 1.0, leaves: str = 'green', *, tags: list = list())"
+    assert tea.parameters == ("name", "price", "leaves", "tags")
+    assert other.signature == "()"
+    assert plain.signature == ""
+
+
+@pytest.mark.timeout(30)
+def test_long_names_and_hostile_settings_take_no_time(tmp_path: Path) -> None:
+    dots = "a" + ".b" * 5_000
+    made = library(
+        tmp_path,
+        {
+            "dots.py": f"import {dots}\nx = {dots}\n",
+            "test_dots.py": f"import a\ndef test_it():\n    {dots}\n",
+            "package.json": "/*" * 100_000,
+            "app/tsconfig.json": "/*" * 16_000,
+            "app/a.ts": f'import x from "{"../" * 20_000}y";\nimport "x";\n',
+            "run.sh": f". {'$' * 50_000}\n",
+            "Cargo.toml": "name\n" * 20_000,
+            "lib.rs": f"use {'a::' * 20_000}b;\n",
+        },
+    )
+    for path in made.files:
+        for ask in (made.related, made.outside, made.public, made.tests, made.documents, made.chain):
+            ask(path)
+        assert made.find(dots, path) is None
+        assert made.find("(" * 100_000, path) is None
+
+
 def test_names_that_are_used_before_they_are_imported_in_a_try(tmp_path: Path) -> None:
     made = library(
         tmp_path,
         {
-            "p/__init__.py": "fast = None\ntry:\n    from ._fast import fast\nexcept ImportError:\n    pass\n",
+            "p/__init__.py": "fast = None\ntry:\n    from ._fast import fast\nfinally:\n    pass\n",
             "p/_fast.py": "def fast(): ...\n",
             "p/use.py": "from p import fast\n",
         },

@@ -10,7 +10,7 @@ from typing import TypeVar
 from repopages.reading.model import Error, Facts, Finding, Import, Mention
 from repopages.reading.python_findings import findings
 from repopages.reading.python_items import items
-from repopages.reading.python_source import BUILTINS, Function, Source, constant_text, parse
+from repopages.reading.python_source import BUILTINS, Function, Source, constant_text, parse, terms
 
 _Fact = TypeVar("_Fact", Import, Error, Mention, Finding)
 _OPTION_CALLS = ("add_argument", "add_option", "option", "Option", "version_option", "help_option")
@@ -82,8 +82,8 @@ def _texts(node: ast.expr | None) -> list[str]:
         return [text for element in node.elts for text in _texts(element)]
     if isinstance(node, ast.Starred):
         return _texts(node.value)
-    if isinstance(node, ast.BinOp):
-        return [*_texts(node.left), *_texts(node.right)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [text for term in terms(node) for text in _texts(term)]
     return []
 
 

@@ -183,11 +183,10 @@ class Source:
             if after.startswith("#") and not _PRAGMA.match(after.lstrip("#: ")):
                 return after.lstrip("#: ").strip()
         held: list[str] = []
-        for above in reversed(self.lines[: line - 1]):
-            if not above.lstrip().startswith("#"):
-                break
-            held.insert(0, above)
-        text = _uncommented(held)
+        while line > 1 and self.lines[line - 2].lstrip().startswith("#"):
+            line -= 1
+            held.append(self.lines[line - 1])
+        text = _uncommented(held[::-1])
         return "" if _LICENSE.search(text) else text
 
     def top_comment(self) -> str:
@@ -205,6 +204,15 @@ class Source:
         return next((text for block in after if (text := _uncommented(block))), "")
 
 
+def terms(node: ast.expr) -> list[ast.expr]:
+    """Return the terms of a sum, without recursion: it may have thousands."""
+    found: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        found.append(node.right)
+        node = node.left
+    return [node, *reversed(found)]
+
+
 def constant_text(node: ast.expr) -> str:
     """Return a text as in its source, with constants unchanged and values as `…`."""
     if isinstance(node, ast.Constant):
@@ -212,7 +220,8 @@ def constant_text(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(constant_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
     if isinstance(node, ast.BinOp):
-        return constant_text(node.left) + (constant_text(node.right) if isinstance(node.op, ast.Add) else "")
+        is_sum = isinstance(node.op, ast.Add)
+        return "".join(map(constant_text, terms(node))) if is_sum else constant_text(node.left)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return re.sub(r"\{[^{}]*\}", "…", constant_text(node.func.value))
     return "…"

@@ -41,6 +41,9 @@ _EXPORT = re.compile(
 )
 """Macros before a declaration that only the preprocessor knows: the grammar takes them for a type."""
 
+_CALL = re.compile(rb"^[ \t]*[A-Z][A-Z0-9_]{4,}\([^;{}\n]*\)[ \t]*$(?!\s*\{)", re.MULTILINE)
+"""Macros on a line of their own without a semicolon, which are neither a call nor the head of a function."""
+
 _PYTHON_API = re.compile(rb"\bPy(?:API|MODEXPORT)_(?:FUNC|DATA)\(([^()\n]*)\)")
 _GUARD = re.compile(r".*_H(?:PP|XX|_)?_*")
 _TESTS = re.compile(
@@ -74,7 +77,7 @@ class C(Reader):
     effects: ClassVar = {
         **rules(
             "security",
-            "copies text without a bound",
+            "writes text without a bound",
             "strcpy strcat sprintf vsprintf gets stpcpy",
         ),
         **rules("security", "reads text without a bound", "scanf sscanf fscanf"),
@@ -82,7 +85,7 @@ class C(Reader):
         **rules(
             "security",
             "starts a process",
-            "fork vfork execl execlp execle execv execvp execvpe execve posix_spawn posix_spawnp CreateProcess",
+            "fork vfork execl execlp execle execv execvp execvpe execve posix_spawn CreateProcess",
         ),
         **rules("security", "loads code at run time", "dlopen dlsym LoadLibrary LoadLibraryA GetProcAddress"),
         **rules("security", "opens network connections", "socket connect bind listen accept getaddrinfo"),
@@ -103,8 +106,10 @@ class C(Reader):
     getters = frozenset({"getenv", "secure_getenv", "_dupenv_s", "c10.utils.get_env"})
 
     def prepared(self) -> bytes:
-        """Blank macros of visibility, which make a class unreadable for the grammar."""
+        """Blank macros that make the code around them unreadable for the grammar."""
+        self.names.update(name.decode() for name in re.findall(rb"\b[A-Z][A-Z0-9_]{4,}\b", self.source))
         source = _EXPORT.sub(lambda found: b" " * len(found.group()), self.source)
+        source = _CALL.sub(lambda found: b" " * len(found.group()), source)
         return _PYTHON_API.sub(lambda found: found.group(1).rjust(len(found.group()) - 1) + b" ", source)
 
     def name_of(self, node: Node) -> str:
@@ -308,6 +313,12 @@ class Cpp(C):
         **rules("pattern", "starts threads", "thread async jthread"),
         **rules("performance", "reserves memory ahead", ".reserve"),
     }
+
+    def prepared(self) -> bytes:
+        """Read a header for both compilers as CUDA, whose words C++ does not know."""
+        if re.search(rb"__(?:global|device|host)__", self.source):
+            self.grammar = Cuda.grammar
+        return super().prepared()
 
     def bases_of(self, node: Node) -> tuple[str, ...]:
         """Return the base classes."""
