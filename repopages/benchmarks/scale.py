@@ -2,12 +2,14 @@
 
     python repopages/benchmarks/scale.py torch --include '*.py'
 
-A part is a copy of every n-th file. The first build starts with an empty cache, the second one after a line was
-added to one file. Memory is that of all processes of a build together, sampled.
+A part is a copy of every n-th file. The first build starts with an empty cache, the second one after a line
+was added to one file. "CPU" is the time of all cores, which other programs disturb less. Memory is
+that of all processes of a build together, sampled.
 """
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,7 +33,7 @@ def main() -> None:
     parser.add_argument("--format", default="markdown", choices=("markdown", "site"))
     chosen = parser.parse_args()
     repository = Repository.open(chosen.path, chosen.include)
-    print(f"{'files':>6} {'bytes':>12} {'seconds':>8} {'ms/file':>8} {'MB':>6} {'again, s':>9}")
+    print(" files        bytes  seconds  CPU s  CPU ms/file    MB  again s  CPU s")
     for part in map(int, chosen.parts.split(",")):
         with tempfile.TemporaryDirectory(prefix="repopages-scale-") as folder:
             _row(repository, repository.files[::part], Path(folder), chosen.format)
@@ -45,22 +47,24 @@ def _row(repository: Repository, files: list[str], folder: Path, form: str) -> N
         if (repository.root / path).is_file():
             shutil.copyfile(repository.root / path, root / path)
             size += (root / path).stat().st_size
-    first, memory = _build(root, folder, form)
+    first, work, memory = _build(root, folder, form)
     changed = next(
         path for path in files[len(files) // 2 :] if path.endswith((".py", ".md", ".c", ".js", ".rs"))
     )
     with open(root / changed, "a", encoding="utf-8") as file:
         file.write("\n\n")
-    again, _ = _build(root, folder, form)
+    again, little, _ = _build(root, folder, form)
     count = len(files)
+    each = 1000 * work / count
     print(
-        f"{count:6} {size:12,} {first:8.1f} {1000 * first / count:8.1f} {memory >> 20:6} {again:9.1f}",
+        f"{count:6} {size:12,} {first:8.1f} {work:6.1f} {each:12.1f}",
+        f"{memory >> 20:5} {again:8.1f} {little:6.1f}",
         flush=True,
     )
 
 
-def _build(root: Path, folder: Path, form: str) -> tuple[float, int]:
-    """Run a build in a process. Return its seconds and the most bytes that it had."""
+def _build(root: Path, folder: Path, form: str) -> tuple[float, float, int]:
+    """Run a build in a process. Return its seconds, those of all cores, and the most bytes that it had."""
     command = [
         sys.executable,
         "-m",
@@ -70,14 +74,13 @@ def _build(root: Path, folder: Path, form: str) -> tuple[float, int]:
         "--out",
         str(folder / "out"),
         "--format",
-        form,
     ]
     environment = {**os.environ, "REPOPAGES_CACHE": str(folder / "cache")}
-    start, most = time.monotonic(), 0
+    start, before, most = time.monotonic(), _cpu(), 0
     with (
         open(folder / "log", "wb") as log,
         subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [*command, form], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         ) as process,
     ):
         while process.poll() is None:
@@ -85,7 +88,13 @@ def _build(root: Path, folder: Path, form: str) -> tuple[float, int]:
             time.sleep(0.1)
     if process.returncode:
         raise SystemExit((folder / "log").read_text()[-2000:])
-    return time.monotonic() - start, most
+    return time.monotonic() - start, _cpu() - before, most
+
+
+def _cpu() -> float:
+    """Return the seconds of all cores that finished processes took, and those that they started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _memory(pid: int) -> int:

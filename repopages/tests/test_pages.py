@@ -238,7 +238,10 @@ def f(x={HOSTILE!r}):
     """
     raise ValueError({HOSTILE!r})
 '''
-HARMLESS = "a blockquote br code details em h1 h2 h3 h4 h5 h6 hr li ol p pre strong summary table tbody td th thead tr ul"
+HARMLESS = """
+    a blockquote br code details em h1 h2 h3 h4 h5 h6 hr li ol p pre strong summary
+    table tbody td th thead tr ul
+"""
 
 
 def test_what_a_file_contains_is_inert(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SECURITY = [
     ("from http.server import HTTPServer\nHTTPServer(a, b)", "listens on a socket"),
     ("server.bind(('0.0.0.0', 80))", "names all network interfaces (0.0.0.0)"),
     ("import requests\nrequests.get(x)", "sends a network request"),
-    ("session.get(x, verify=False)", "TLS certificates are not checked"),
+    ("import requests as r\nsession.get(x, verify=False)", "TLS certificates are not checked"),
     ("open(x, 'w')", "writes files"),
     ("path.open(mode='ab')", "writes files"),
     ("path.write_text(x)", "writes files"),
@@ -41,7 +41,10 @@ SECURITY = [
     ("assert x > 0", "assert used for a check (python -O removes it)"),
     ("import yaml\nyaml.load(x)", "YAML that can construct Python objects"),
     ("import hashlib\nhashlib.md5(x)", "hash that is not safe against collisions"),
-    ("import random\nself.token = str(random.random())", "secret from a predictable random number"),
+    (
+        "import random\nself.token = str(random.random())",
+        "predictable random number in a variable with the name of a secret",
+    ),
     ("DB_PASSWORD = 'hunter2'", "text in a variable with the name of a secret"),
     ("connect(api_key='abcd')", "text in an argument with the name of a secret"),
     ("import ctypes\nctypes.CDLL(x)", "loads native code"),
@@ -62,6 +65,8 @@ HARMLESS = [
     "open(x, 'rb')",
     "try: f()\nexcept OSError: pass",
     "password = ''",
+    "password = 'Enter a word'",
+    "f(x, verify=False)",
     "password = getpass()",
     "cursor.execute('SELECT 1')",
     "import importlib\nimportlib.import_module('a.b')",
@@ -154,6 +159,11 @@ def test_patterns(text: str, label: str) -> None:
 def test_a_finding_has_the_code_and_its_line() -> None:
     [finding] = findings_of("import os\n\nx = os.system(\n    'ls'  # now\n)\n")
     assert (finding.line, finding.code) == (3, "os.system('ls')")
+
+
+def test_a_decorator_is_shown_with_what_it_decorates() -> None:
+    [finding] = findings_of("from functools import cache\n@cache\ndef f(): ...")
+    assert (finding.line, finding.code) == (2, "@cache def f")
 
 
 def test_asserts_in_tests_are_no_finding() -> None:

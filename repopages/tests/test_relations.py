@@ -299,6 +299,29 @@ def test_data_classes_take_the_fields_of_bases_in_other_files(tmp_path: Path) ->
     assert plain.signature == ""
 
 
+@pytest.mark.timeout(30)
+def test_long_names_and_hostile_settings_take_no_time(tmp_path: Path) -> None:
+    dots = "a" + ".b" * 5_000
+    made = library(
+        tmp_path,
+        {
+            "dots.py": f"import {dots}\nx = {dots}\n",
+            "test_dots.py": f"import a\ndef test_it():\n    {dots}\n",
+            "package.json": "/*" * 100_000,
+            "app/tsconfig.json": "/*" * 16_000,
+            "app/a.ts": f'import x from "{"../" * 20_000}y";\nimport "x";\n',
+            "run.sh": f". {'$' * 50_000}\n",
+            "Cargo.toml": "name\n" * 20_000,
+            "lib.rs": f"use {'a::' * 20_000}b;\n",
+        },
+    )
+    for path in made.files:
+        for ask in (made.related, made.outside, made.public, made.tests, made.documents, made.chain):
+            ask(path)
+        assert made.find(dots, path) is None
+        assert made.find("(" * 100_000, path) is None
+
+
 def test_names_that_are_used_before_they_are_imported_in_a_try(tmp_path: Path) -> None:
     made = library(
         tmp_path,

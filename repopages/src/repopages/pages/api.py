@@ -47,7 +47,7 @@ def _described(page: Page, item: Item, name: str, level: int, around: Item | Non
         f"*{escape(kind)}*, {'line' if item.end <= item.line else 'lines'} {span}"
         + _context(page, item, link),
         # A class is shown with the signature of its constructor.
-        "" if around and around.signature == item.signature else _signature(page, item),
+        "" if around and _constructs(item, around) else _signature(page, item),
         *_text(parse(item.doc), link),
     ]
     values = [member for member in item.members if member.kind in VALUES]
@@ -56,6 +56,11 @@ def _described(page: Page, item: Item, name: str, level: int, around: Item | Non
     inner = [member for member in item.members if member.kind not in VALUES]
     parts += [_described(page, member, f"{name}.{member.name}", level + 1, item) for member in inner]
     return "\n\n".join(part for part in parts if part)
+
+
+def _constructs(item: Item, around: Item) -> bool:
+    written = item.signature.removesuffix(" -> None")
+    return item.name in ("__init__", "__new__") and around.signature == written
 
 
 def _context(page: Page, item: Item, link: Link) -> str:
@@ -80,11 +85,18 @@ def _signature(page: Page, item: Item) -> str:
     elif written.startswith(("(", "<", "[")) or item.name not in written:
         gap = "" if written.startswith(("(", "<", "[")) else " "
         written = f"{words.get(page.facts.language, {}).get(item.kind, '')}{item.name}{gap}{written}"
-    return fenced(wrapped(written), re.sub(r"[^\w+#.-]", "", page.facts.lexer))
+    return fenced(
+        wrapped(written, "," * (page.facts.language == "Python")), re.sub(r"[^\w+#.-]", "", page.facts.lexer)
+    )
 
 
-def wrapped(signature: str) -> str:
-    """Return a signature with each parameter on a line, if it is too long for one."""
+def wrapped(signature: str, last: str = ",") -> str:
+    """Return a signature with each parameter on a line, if it is too long for one.
+
+    Args:
+        signature: The signature on one line.
+        last: The sign after the last parameter.
+    """
     opened = signature.find("(")
     if len(signature) <= _WIDTH or opened < 0:
         return signature
@@ -101,8 +113,10 @@ def wrapped(signature: str) -> str:
             start = place + 1
             if depth == 0:
                 break
-    body = "".join(f"    {part},\n" for part in parts if part)
-    return f"{signature[: opened + 1]}\n{body}){signature[start:]}" if body and depth == 0 else signature
+    body = ",\n".join(f"    {part}" for part in parts if part)
+    return (
+        f"{signature[: opened + 1]}\n{body}{last}\n){signature[start:]}" if body and depth == 0 else signature
+    )
 
 
 def _text(doc: Docstring, link: Link) -> list[str]:
@@ -176,6 +190,8 @@ def without_empty(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def value_of(item: Item) -> str:
     """Return the value of a constant or a key, cut if it is long."""
     written = _shortened(item.value or item.signature)
+    if re.fullmatch(r"\d+ (keys?|elements?)", written):
+        return written  # a count, in place of a value that is not shown
     return code(written) if written else ""
 
 

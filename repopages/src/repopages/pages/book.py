@@ -38,6 +38,7 @@ VALUES = frozenset(["attribute", "constant", "field", "key", "member", "type", "
 
 _RESERVED = frozenset(slug(title) for title in (*SECTIONS, "Keywords"))
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^<>`]*\))?$")
+_MOST_SUMMARY = 200
 _DESCRIPTIONS = ("description", "project.description", "package.description", "tool.poetry.description")
 
 
@@ -98,7 +99,7 @@ class Book:
 
     def said(self, path: str) -> str:
         """Return what a file says of itself as one line of Markdown, or an empty text."""
-        return inline(described(self.library.files[path])[0], unlinked)
+        return inline(_cut(described(self.library.files[path])[0]), unlinked)
 
     def anchors(self, path: str) -> dict[str, str]:
         """Return the anchor on its page of every definition in a file, by its dotted name."""
@@ -233,6 +234,15 @@ class Page:
         self.asked.add(name)
         return self.library.find(name, self.path)
 
+    def _nearest(self, name: str, around: str) -> Place | None:
+        """Return what a name refers to inside a definition: first a member of it or of what contains it."""
+        anchors = self.book.anchors(self.path)
+        while around:
+            if f"{around}.{name}" in anchors:
+                return self.find(f"{around}.{name}")
+            around = around.rpartition(".")[0]
+        return self.find(name)
+
     def place(self, place: Place, text: str) -> str:
         """Return a link to a definition, or to the page of its file."""
         return self.file(place.path, self.book.anchors(place.path).get(place.name, ""), text)
@@ -252,7 +262,7 @@ class Page:
             found, text = _NAME.match(code), unlinked(code, shown)
             if not found or found["name"] in own:
                 return text
-            place = (self.find(f"{name}.{found['name']}") if name else None) or self.find(found["name"])
+            place = self._nearest(found["name"], name)
             if place is None or (place.path == self.path and place.name in ("", name)):
                 return text
             return self.place(place, text)
@@ -329,6 +339,14 @@ def described(facts: Facts) -> tuple[str, str]:
             if values.get(name):
                 return values[name].strip("\"'"), name
     return facts.title, "title" if facts.title else ""
+
+
+def _cut(text: str) -> str:
+    """Return the first sentences of a long paragraph, for tables."""
+    if len(text) <= _MOST_SUMMARY:
+        return text
+    held = text[:_MOST_SUMMARY]
+    return held[: held.rindex(". ") + 1] if ". " in held else held.rpartition(" ")[0] + " …"
 
 
 def main_names(facts: Facts) -> str:

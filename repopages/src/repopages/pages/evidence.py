@@ -6,12 +6,19 @@ from collections.abc import Iterator, Sequence
 from repopages.pages.api import EXAMPLES, example, without_empty
 from repopages.pages.book import Page, parse, unlinked
 from repopages.pages.markup import code, counted, escape, fenced, listed, table
+from repopages.pages.without_code import (
+    data_patterns,
+    data_performance,
+    data_safety,
+    document_performance,
+    document_safety,
+    nothing_found,
+)
 from repopages.reading.docstrings import inline, markdown
 from repopages.reading.model import Error, Finding, Mention
 from repopages.relations.library import Edge, Use
 
 _MOST_FIGURES, _MOST_BLOCKS, _MOST_CODE = 14, 3, 100
-_READ = ("Python", "C", "C++", "CUDA", "Rust", "Go", "JavaScript", "TypeScript", "Shell")
 
 
 def dependencies(page: Page) -> str:
@@ -27,9 +34,11 @@ def dependencies(page: Page) -> str:
         head = ["file of the repository", "names", "line", "purpose"]
         parts.append(without_empty(head, rows))
     outside = {title: names for title, names in library.outside(page.path).items() if names}
+    if facts.role == "data" and not outside and not imported and facts.imports:
+        outside = {"declared": sorted({held.module for held in facts.imports})}
     rows = [[title, listed([code(name) for name in names])] for title, names in outside.items()]
     if rows:
-        parts.append(table(["outside", "modules"], rows))
+        parts.append(table(["from outside", "modules"], rows))
     late = sorted({held.module or held.name for held in facts.imports if held.inside} - {""})
     if late:
         names = listed([code(name) for name in late])
@@ -39,9 +48,12 @@ def dependencies(page: Page) -> str:
 
 def _no_imports(page: Page) -> str:
     facts = page.facts
-    if facts.language in _READ and not facts.problem and facts.text.strip():
-        return "It has no import, include or require."
-    return f"Imports are not read in {'this' if facts.hidden else escape(facts.language)} file."
+    if facts.role == "document" and facts.text.strip():
+        count = counted(len(page.library.links(page.path)), "file")
+        return f"It links to {count} of the repository, listed in the cross-references."
+    if facts.role == "data" and facts.items:
+        return "Its keys name no package, file or action that it needs."
+    return nothing_found(page, "imports", "It has no import, include or require.")
 
 
 def _names(edge: Edge) -> str:
@@ -50,10 +62,15 @@ def _names(edge: Edge) -> str:
 
 def patterns(page: Page) -> str:
     """Return idioms of the language that the file uses, with their lines."""
-    return _found(page, "pattern", "idiom") or _not_found(
-        page,
-        "It uses none of the idioms that are looked for, such as generators, context managers or caches.",
+    found = _found(page, "pattern", "idiom")
+    if found or (page.facts.role == "data" and page.facts.items):
+        return found or data_patterns(page)
+    if page.facts.role == "document" and page.facts.text.strip():
+        return "The document has no block of code."
+    searched = (
+        "It uses none of the idioms that are looked for, such as generators, context managers or caches."
     )
+    return nothing_found(page, "idioms", searched)
 
 
 def _found(page: Page, topic: str, title: str) -> str:
@@ -80,30 +97,21 @@ def _cut(text: str, most: int = _MOST_CODE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _not_found(page: Page, sentence: str) -> str:
-    """Return that nothing was found, or that nothing could be found in such a file."""
-    facts = page.facts
-    if facts.language in _READ and facts.text.strip():
-        return (
-            sentence
-            if not facts.problem
-            else f"Unknown, as the file was not understood: {escape(facts.problem)}."
-        )
-    if facts.hidden or not facts.text.strip():
-        return "There is no text to look into."
-    return f"{escape(facts.language)} has no code to look into."
-
-
 def performance(page: Page) -> str:
     """Return findings, what docstrings say, and rows of recorded benchmarks that name its definitions."""
     parts = [_found(page, "performance", "what")]
     parts += _stated(page, "performance", "complexity")
     parts += _figures(page)[:_MOST_BLOCKS]
-    return "\n\n".join(part for part in parts if part) or _not_found(
-        page,
-        "Nothing was found that costs much by its form (nested loops, copies, blocking calls), and neither "
-        "docstrings nor recorded benchmarks give figures for it.",
-    )
+    found = "\n\n".join(part for part in parts if part)
+    if (
+        found
+        or page.facts.hidden
+        or not page.facts.text.strip()
+        or page.facts.role not in ("document", "data")
+    ):
+        searched = "No loop, copy or call was found that costs much by its form, and no figures are recorded."
+        return found or nothing_found(page, "costly forms", searched)
+    return document_performance(page) if page.facts.role == "document" else data_performance(page)
 
 
 def _stated(page: Page, *titles: str) -> list[str]:
@@ -158,15 +166,7 @@ def safety(page: Page) -> str:
     """Return effects outside the file, errors raised and caught, and environment variables."""
     facts = page.facts
     parts = _stated(page, "safety", "security", "thread safety")
-    found = _found(page, "security", "what")
-    parts.append(
-        found
-        or _not_found(
-            page,
-            "No process, socket, native library, pickle, text run as code, file written or broad handler "
-            "was found in its syntax tree.",
-        )
-    )
+    parts.append(_found(page, "security", "what") or _nothing_unsafe(page))
     if facts.raised:
         parts.append(f"Errors that it raises ({counted(len(facts.raised), 'place')}):")
         rows = [
@@ -184,6 +184,18 @@ def safety(page: Page) -> str:
     if rows:
         parts.append(without_empty(["environment variable", "lines", "meaning"], rows))
     return "\n\n".join(part for part in parts if part)
+
+
+def _nothing_unsafe(page: Page) -> str:
+    """Return that no effect outside the file was found, or what was looked for instead."""
+    if page.facts.role == "data" and page.facts.items:
+        return data_safety(page)
+    if page.facts.role == "document" and page.facts.text.strip():
+        return document_safety(page)
+    sought = (
+        "processes, sockets, native libraries, pickles, text run as code, written files and broad handlers"
+    )
+    return nothing_found(page, sought, f"Its syntax tree was searched for {sought}: none.")
 
 
 def _error(page: Page, error: Error) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from urllib.parse import unquote
 
 from repopages.pages.addresses import KEYWORDS, file_page, folder_page, relative
 from repopages.pages.book import Book, Keyword, Page
@@ -129,24 +130,28 @@ def letters_page(book: Book, pages: Sequence[tuple[str, str, int]]) -> str:
 
 def keywords_json(book: Book, found: Sequence[Keyword]) -> str:
     """Return all keywords as JSON, one on each line."""
-    dialect = book.dialect
-    lines = []
+    dialect, entries = book.dialect, []
     for keyword in found:
         url = relative("", dialect.top + file_page(keyword.path) + dialect.suffix, keyword.anchor)
-        entry = {
-            "word": keyword.word,
-            "kind": keyword.kind,
-            "file": keyword.path,
-            "section": keyword.section,
-            "url": url,
-        }
-        if keyword.summary:
-            entry["summary"] = keyword.summary[:200]
-        lines.append(
-            shown(json.dumps({name: shown(value) for name, value in entry.items()}, ensure_ascii=False))
+        held = {"word": keyword.word, "kind": keyword.kind, "file": keyword.path, "section": keyword.section}
+        entries.append(
+            {**held, "url": url, "summary": keyword.summary} if keyword.summary else {**held, "url": url}
         )
-    name = json.dumps(shown(book.library.name))
-    return f'{{"repository": {name}, "keywords": [\n' + ",\n".join(lines) + "\n]}\n"
+    text = json.dumps({"repository": book.library.name, "keywords": entries}, ensure_ascii=False)
+    # One encoding of all is much faster than one for each. A quote within a text has a backslash before it.
+    return shown(text.replace('"}, {"', '"},\n{"')) + "\n"
+
+
+def keywords_from(text: str) -> dict[str, list[Keyword]]:
+    """Return the keywords of each file from the JSON that was written of them."""
+    found: dict[str, list[Keyword]] = {}
+    for entry in json.loads(text)["keywords"]:
+        anchor, path = unquote(entry["url"].partition("#")[2]), entry["file"]
+        keyword = Keyword(
+            entry["word"], entry["kind"], path, anchor, entry["section"], entry.get("summary", "")
+        )
+        found.setdefault(path, []).append(keyword)
+    return found
 
 
 def llms_text(book: Book) -> str:

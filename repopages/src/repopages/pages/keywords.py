@@ -23,6 +23,7 @@ _KINDS = (
 )
 """Kinds of keywords that a reader most likely looks for, first."""
 
+_MOST_SUMMARY = 200
 _DEPENDENCIES, _SAFETY, _TESTING = "Dependencies", "Security and safety", "Testing and usage"
 _SELF = frozenset(["self", "cls", "_", "__", "this"])
 _STOP = frozenset(
@@ -41,7 +42,8 @@ def keywords_of(book: Book, path: str) -> list[Keyword]:
         found: dict[tuple[str, str, str], Keyword] = {}
         for keyword in _all(book, book.library.files[path]):
             if keyword.word not in _SELF and any(letter.isalnum() for letter in keyword.word):
-                found.setdefault((keyword.word, keyword.kind, keyword.anchor), keyword)
+                short = keyword._replace(summary=keyword.summary[:_MOST_SUMMARY])
+                found.setdefault((keyword.word, keyword.kind, keyword.anchor), short)
         book.keywords[path] = sorted(found.values(), key=order)
     return book.keywords[path]
 

@@ -22,6 +22,8 @@ def escape(text: str) -> str:
 
 def shown(text: str) -> str:
     """Return text without characters that no encoding has, which names of files may contain."""
+    if text.isascii() and "\0" not in text:
+        return text
     return text.encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
 
 

@@ -1,5 +1,6 @@
 """The sections of a page that describe a file: metadata, purpose, source, overview, architecture."""
 
+import mimetypes
 import posixpath
 import re
 from collections import Counter
@@ -8,6 +9,7 @@ from repopages.pages.api import EXAMPLES, detailed, example, value_of, without_e
 from repopages.pages.book import Page, described, main_names, parse, unlinked
 from repopages.pages.drawing import graph_of
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
+from repopages.pages.without_code import PARSED, nothing_found
 from repopages.reading.docstrings import inline, markdown
 
 _REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `+(?P<name>[\w.]+)`+")
@@ -22,18 +24,21 @@ def metadata(page: Page) -> str:
     extension = posixpath.splitext(facts.name)[1]
     module, tests = library.module(page.path), library.tests(page.path)
     importers, imported = library.importers(page.path), library.imports(page.path)
+    has_code = facts.role in ("source", "test") and facts.language in PARSED
+    media = mimetypes.guess_type(facts.name)[0] if facts.language == "Binary" else ""
     rows = [
         ["path", page.line(1, code(page.path))],
         ["size", _size(facts.size)],
         ["lines", f"{facts.lines:,}" if facts.text or not facts.size else ""],
         ["language", escape(facts.language)],
         ["type", facts.role],
+        ["media type", code(media) if media else ""],
         ["extension", code(extension) if extension else "none"],
         ["encoding", escape(facts.encoding) if facts.encoding else "none, it is not text"],
         ["module", code(module) if module else ""],
         ["definitions", _kinds(page)],
-        ["imports", counted(len(imported), "file") + " of this repository" if facts.imports else ""],
-        ["imported by", counted(len(importers), "file") if importers or facts.imports else ""],
+        ["imports", counted(len(imported), "file") + " of this repository" if has_code else ""],
+        ["imported by", counted(len(importers), "file") if importers or has_code else ""],
         ["tests", f"{facts.tests:,} in this file" if facts.tests else ""],
         ["tested by", counted(len(tests), "file") if tests else ""],
         ["not understood", escape(facts.problem)],
@@ -74,7 +79,9 @@ def _silent(page: Page) -> str:
     """Return one line about a file that says nothing of its purpose."""
     facts = page.facts
     if facts.hidden:
-        return f"{escape(facts.hidden[:1].upper() + facts.hidden[1:])}: nothing in it was read."
+        media = mimetypes.guess_type(facts.name)[0]
+        kind = f" of type {code(media)}" if media and facts.language == "Binary" else ""
+        return f"{escape(facts.hidden[:1].upper() + facts.hidden[1:])}{kind}, so its content was not read."
     if not facts.text.strip():
         is_package = facts.name == "__init__.py"
         return "An empty file" + (
@@ -119,8 +126,7 @@ def _nothing_defined(page: Page) -> str:
         return "The document has no headings."
     if facts.role == "data":
         return "It has no keys."
-    known = ("Python", "C", "C++", "CUDA", "Rust", "Go", "JavaScript", "TypeScript", "Shell")
-    if facts.language in known:
+    if facts.language in PARSED:
         return "It defines no function, class or constant."
     return f"{escape(facts.language)} is read as plain text here, {counted(facts.lines, 'line')} of it."
 
@@ -236,7 +242,7 @@ def analysis(page: Page) -> str:
         return "All of its keys are at the top, listed in the overview."
     if facts.name in ("__init__.py", "index.js", "index.ts") and page.library.imports(page.path):
         return "It defines nothing itself. The overview lists the names that it takes from other files."
-    return "There is no definition in it to analyse."
+    return nothing_found(page, "definitions", "It defines nothing: its statements run when it is loaded.")
 
 
 def _document(page: Page) -> str:

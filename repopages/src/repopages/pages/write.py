@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from repopages import __version__
 from repopages.errors import OptionError
 from repopages.pages.addresses import KEYWORDS, file_keywords, file_page, folder_index, folder_page
-from repopages.pages.book import Book, Keyword, Page
+from repopages.pages.book import Book, Page
 from repopages.pages.dialect import Dialect
 from repopages.pages.folders import FolderPage, index_of, page_of
 from repopages.pages.indexes import (
     keyword_page,
+    keywords_from,
     keywords_json,
     letter_page,
     letter_pages,
@@ -24,6 +26,7 @@ from repopages.pages.indexes import (
 )
 from repopages.pages.keywords import all_keywords
 from repopages.pages.layout import file_text
+from repopages.pages.markup import shown
 from repopages.relations.library import Library
 
 MANIFEST = ".repopages.json"
@@ -90,8 +93,7 @@ def write_pages(
     book = Book(library, dialect)
     _write_files(book, output, progress)
     _write_folders(book, output)
-    found = all_keywords(book)
-    _write_keywords(book, output, found)
+    keywords = _write_keywords(book, output)
     output.put(
         "llms.txt", _digest([(path, book.summary(path)) for path in library.files]), lambda: llms_text(book)
     )
@@ -100,7 +102,7 @@ def write_pages(
         folder=folder,
         files=len(library.files),
         folders=len(library.folders),
-        keywords=len(found),
+        keywords=keywords,
         written=tuple(output.written),
         removed=removed,
     )
@@ -108,21 +110,33 @@ def write_pages(
 
 @dataclass(eq=False)
 class _Output:
-    """A folder and its manifest."""
+    """A folder and its manifest.
+
+    Args:
+        folder: The folder.
+        version: Mark of the renderer and of the output's kind.
+        written: Addresses of the pages that were written.
+        stale: Whether another renderer or no renderer wrote the pages in the folder.
+        known: The keyword index when it was last written: marks of its files, its pages and counts.
+        index: The same for now.
+    """
 
     folder: Path
     version: str
     written: list[str] = field(default_factory=list)
+    stale: bool = True
+    known: dict[str, Any] = field(default_factory=dict)
+    index: dict[str, Any] = field(default_factory=dict)
     _old: dict[str, list[object]] = field(default_factory=dict)
     _new: dict[str, list[object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
             held = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-            self._old = held.get("pages", {})
-            self._stale = held.get("version") != self.version
+            self._old, self.known = held.get("pages", {}), held.get("index", {})
+            self.stale = held.get("version") != self.version
         except (OSError, ValueError, AttributeError):
-            self._old, self._stale = {}, True
+            return  # all pages are rendered
 
     def asked(self, address: str) -> list[str]:
         """Return the names that a page referred to when it was last written."""
@@ -132,9 +146,17 @@ class _Output:
     def is_fresh(self, address: str, digest: str) -> bool:
         """Return whether a page need not be written, and then keep it."""
         known = self._old.get(address)
-        if self._stale or known is None or known[0] != digest or not (self.folder / address).exists():
+        if self.stale or known is None or known[0] != digest or not (self.folder / address).exists():
             return False
         self._new[address] = known
+        return True
+
+    def keep(self, addresses: Iterable[str]) -> bool:
+        """Keep pages as they are, if all of them exist."""
+        held = list(addresses)
+        if self.stale or not all(name in self._old and (self.folder / name).exists() for name in held):
+            return False
+        self._new |= {name: self._old[name] for name in held}
         return True
 
     def put(self, address: str, digest: str, render: Callable[[], str], asked: Iterable[str] = ()) -> None:
@@ -163,7 +185,7 @@ class _Output:
             for above in path.relative_to(self.folder).parents:
                 if str(above) != "." and not any((self.folder / above).iterdir()):
                     (self.folder / above).rmdir()
-        held = {"version": self.version, "pages": self._new}
+        held = {"version": self.version, "pages": self._new, "index": self.index}
         made = self.folder / f"{MANIFEST}.new"
         made.write_text(json.dumps(held), encoding="utf-8")
         os.replace(made, self.folder / MANIFEST)
@@ -193,22 +215,22 @@ def _write_files(book: Book, output: _Output, progress: Progress | None) -> None
 
 def file_inputs(book: Book, path: str) -> list[object]:
     """Return all that a file's page is made of, except what the names in its text refer to."""
-    library = book.library
+    library, facts = book.library, book.library.files[path]
     edges = [*library.imports(path), *library.importers(path)]
     uses = [*library.tests(path), *library.examples(path)]
     related = library.related(path)
     links = [*library.links(path), *library.linked(path)]
-    shown = {edge.target for edge in (*edges, *links)} & library.files.keys()
-    shown |= {use.path for use in uses} | {other for other, _ in related}
+    named = {edge.target for edge in (*edges, *links)} & library.files.keys()
+    named |= {use.path for use in uses} | {other for other, _ in related}
     names = {item.name for _, _, item in library.public(path)}
     return [
-        *(library.files[path].digest, path, library.module(path), library.chain(path), library.outside(path)),
-        *(edges, uses, related, links),
-        [(other, book.summary(other)) for other in sorted(shown)],
+        *(path, facts.digest, facts.size, facts.hidden, facts.problem, library.module(path)),
+        *(library.chain(path), library.outside(path), edges, uses, related, links),
+        [(other, book.summary(other)) for other in sorted(named)],
         [(name, dotted) for name, dotted, _ in library.public(path)],
         [(other, part.title, book.sections(other)[part.anchor]) for other, part in library.documents(path)],
         [library.files[other].digest for other, part, _ in book.benchmarks if part.words & names],
-        *(book.has_tests, sorted(book.uses.get(path, {}).items())),
+        *(book.has_tests, len(library.folders[facts.folder].files), sorted(book.uses.get(path, {}).items())),
     ]
 
 
@@ -224,38 +246,60 @@ def found_names(book: Book, path: str, names: Iterable[str]) -> list[object]:
 
 def _write_folders(book: Book, output: _Output) -> None:
     library, top = book.library, book.dialect.top
-    below: dict[str, str] = {}
-    for path in library.files:
-        facts = library.files[path]
-        below[path] = _digest(
-            facts.digest, book.summary(path), library.imports(path), len(library.importers(path))
+    below = {
+        path: _digest(
+            *(facts.digest, facts.size, book.summary(path), library.imports(path)),
+            *(library.importers(path), library.tests(path)),
         )
+        for path, facts in library.files.items()
+    }
     for path, held in library.folders.items():
         folder = FolderPage(book, path)
-        outside = [(library.importers(file), library.tests(file)) for file in folder.files]
-        digest = _digest([below[file] for file in folder.files], outside, held)
+        digest = _digest([below[file] for file in folder.files], held)
         output.put(f"{top}{folder_index(path)}.md", digest, partial(index_of, folder))
         output.put(f"{top}{folder_page(path)}.md", digest, partial(page_of, folder))
 
 
-def _write_keywords(book: Book, output: _Output, found: list[Keyword]) -> None:
-    pages = []
+def _write_keywords(book: Book, output: _Output) -> int:
+    """Write the index of all keywords, and return their number."""
+    library = book.library
+    marks = {
+        shown(path): _digest(facts.digest, library.module(path)) for path, facts in library.files.items()
+    }
+    if output.known.get("marks") == marks and output.keep(output.known["pages"]):
+        output.index = output.known
+        return int(output.known["count"])
+    _load_keywords(book, output, marks)
+    found = all_keywords(book)
+    pages, addresses = [], [f"{KEYWORDS}.md", f"{KEYWORDS}.json"]
     for address, title, words in letter_pages(book, found):
         pages.append((address, title, len(words)))
-        digest = _digest(
-            [
-                (keyword.word, keyword.kind, keyword.path, keyword.anchor)
-                for _, places in words
-                for keyword in places
-            ]
-        )
-        output.put(
-            f"{address}.md",
-            digest,
-            partial(letter_page, book, address, title, words),
-        )
-    output.put(f"{KEYWORDS}.md", _digest(pages, len(book.library.files)), lambda: letters_page(book, pages))
-    output.put("keywords.json", _digest(found), lambda: keywords_json(book, found))
+        addresses.append(f"{address}.md")
+        held = [(word.word, word.kind, word.path, word.anchor) for _, places in words for word in places]
+        output.put(f"{address}.md", _digest(held), partial(letter_page, book, address, title, words))
+    output.put(f"{KEYWORDS}.md", _digest(pages, len(library.files)), lambda: letters_page(book, pages))
+    text = keywords_json(book, found)
+    output.put(f"{KEYWORDS}.json", _digest(text), lambda: text)
+    output.index = {"marks": marks, "pages": addresses, "count": len(found), "digest": _digest(text)}
+    return len(found)
+
+
+def _load_keywords(book: Book, output: _Output, marks: dict[str, str]) -> None:
+    """Take the keywords of files that did not change from the JSON of the last build."""
+    old = output.known.get("marks", {})
+    same = [
+        path
+        for path in book.library.files
+        if path not in book.keywords and old.get(path) == marks[shown(path)]
+    ]
+    if output.stale or not same:
+        return
+    try:
+        text = (output.folder / f"{KEYWORDS}.json").read_text(encoding="utf-8")
+        loaded = keywords_from(text) if _digest(text) == output.known["digest"] else {}
+    except (OSError, ValueError, KeyError):
+        return  # they are computed
+    book.keywords.update({path: loaded[path] for path in same if path in loaded})
 
 
 def _digest(*inputs: object) -> str:
@@ -266,6 +310,7 @@ def _version(dialect: Dialect) -> str:
     """Return a mark of the output's kind and of the code that renders it, which changes with either."""
     held = hashlib.blake2b(f"{__version__} {dialect.name}".encode(), digest_size=12)
     room = Path(__file__).parent
-    for source in [*sorted(room.glob("*.py")), room.parent / "reading" / "docstrings.py"]:
-        held.update(source.read_bytes())
+    for part in (room, room.parent / "relations", room.parent / "reading"):
+        for source in sorted(part.rglob("*.py")):
+            held.update(source.read_bytes())
     return held.hexdigest()

@@ -5,7 +5,7 @@ expanded and tags construct nothing.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tree_sitter import Node
@@ -16,6 +16,7 @@ from repopages.reading.model import Facts, Finding
 _DEPTH, _MEMBERS, _KEYS = 6, 300, 2000
 """Levels, keys of one mapping and keys of a file that become items; the others are counted."""
 
+_DEEPEST = 100
 _PREVIEW = 80
 _SECRET = re.compile(
     r"(?:^|[_-])(?:password|passwd|secret|api[_-]?key|private[_-]?key|access[_-]?token)$", re.I
@@ -219,6 +220,12 @@ class _Yaml(_Data):
     def name_of(self, node: Node) -> str:
         return self.unquoted(node.child_by_field_name("key"))
 
+    def read(self) -> Facts:
+        """Return the facts; deep nesting would make the scanner of the grammar write beyond its buffer."""
+        if _levels(self.facts.text) > _DEEPEST:
+            return replace(self.facts, problem=f"not read: nested more than {_DEEPEST} levels deep")
+        return super().read()
+
     def value_of(self, node: Node) -> Node | None:
         value = node.child_by_field_name("value")
         inside = (
@@ -230,3 +237,19 @@ class _Yaml(_Data):
         """Note tags that construct objects in programs that load the file."""
         if re.match(r"!!?(?:python|ruby|java|javax)", self.text(node)):
             self.find("security", "tag that constructs an object", node)
+
+
+def _levels(text: str) -> int:
+    """Return an upper bound of the levels of YAML's blocks: columns at which lines and their marks start."""
+    deepest, open_columns = 0, list[int]()
+    for line in text.splitlines():
+        marks = re.match(r"\s*(?:[-?:]\s+)*", line)
+        end = marks.end() if marks else 0
+        columns = [found.start() for found in re.finditer(r"[-?:]", line[:end])] + [end]
+        if end == len(line) and len(columns) == 1:
+            continue
+        while open_columns and open_columns[-1] >= columns[0]:
+            open_columns.pop()
+        open_columns += columns
+        deepest = max(deepest, len(open_columns))
+    return deepest

@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -13,9 +14,11 @@ from repopages.reading.outline import PARAGRAPH, Outline, Part, code_term, ident
 
 _FRONT = re.compile(r"\A---[ \t]*\n(.*?\n)?(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _HTML_LINK = re.compile(
-    r"<(?:a|img|source|video)\b[^>]*?\b(?:href|src)\s*=\s*[\"']([^\"'>]{1,500})", re.IGNORECASE
+    r"<(?:a|img|source|video)\b[^<>]{0,300}?\b(?:href|src)\s*=\s*[\"']([^\"'>]{1,500})", re.IGNORECASE
 )
 _HTML_TITLE = re.compile(r"<h1\b[^>]*>(.{1,300}?)</h1>", re.IGNORECASE | re.DOTALL)
+_TEXTS = ("text", "text_special", "code_inline")
+_SIGNS = 1000
 _TAG = re.compile(r"<[^<>]{0,300}>")
 
 
@@ -41,8 +44,7 @@ def outline_markdown(text: str, document: Outline, above: int) -> None:
         document.title = document.title or (title.group(1) if title else "")
         # Blank lines instead, so that the lines below keep their numbers.
         text = "\n" * front.group().count("\n") + text[front.end() :]
-    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
-    tokens = parser.parse(text)
+    tokens = _tokens(text)
     cells: list[tuple[Token, int]] = []
     for number, token in enumerate(tokens):
         line = above + (token.map[0] if token.map else 0) + 1
@@ -66,14 +68,31 @@ def outline_markdown(text: str, document: Outline, above: int) -> None:
             _raw(token.content, document, line)
 
 
+def _tokens(text: str) -> list[Token]:
+    """Return the tokens of a text; a paragraph with thousands of brackets or stars stays plain.
+
+    The parser looks for the end of each bracket in the rest of its paragraph: 60 kB of "![" took 3 s.
+    """
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    parser.core.ruler.disable("inline")
+    env: dict[str, Any] = {}
+    tokens = parser.parse(text, env)
+    for token in tokens:
+        if token.type == "inline":
+            token.children = []
+            if max(token.content.count(sign) for sign in "[*_<`~") <= _SIGNS:
+                parser.inline.parse(token.content, parser, env, token.children)
+            else:
+                token.children = [Token("text", "", 0, content=token.content)]
+    return tokens
+
+
 def _plain(token: Token) -> str:
     """Return the text of an inline token without markup."""
-    kinds = ("text", "code_inline")
-    parts = [
-        child.content if child.type in kinds else " " * ("break" in child.type)
-        for child in token.children or []
-    ]
-    return "".join(parts)
+    children = token.children or []
+    return "".join(
+        child.content if child.type in _TEXTS else " " * ("break" in child.type) for child in children
+    )
 
 
 def _inline(token: Token, document: Outline, line: int) -> None:
@@ -105,7 +124,7 @@ def _until_close(children: list[Token], number: int) -> tuple[str, str]:
     """Return the text inside an emphasis and the text behind it on the line."""
     close = children[number].type.replace("open", "close")
     end = next((at for at in range(number, len(children)) if children[at].type == close), number)
-    texts = [child.content if child.type in ("text", "code_inline") else " " for child in children]
+    texts = [child.content if child.type in _TEXTS else " " for child in children]
     return "".join(texts[number:end]).strip(), "".join(texts[end : end + 40])[1:]
 
 
@@ -162,19 +181,20 @@ def read_text(facts: Facts) -> Facts:
         return _requirements(facts)
     document = Outline()
     for line, paragraph in _paragraphs(facts.text):
-        if not document.title and len(paragraph) <= 100:
-            document.title = paragraph
-            document.parts.append(Part(paragraph, 1, line, ""))
-        else:
+        if not document.parts:
+            first, _, paragraph = paragraph.partition("\n")
+            document.title = first if len(first) <= 100 else ""
+            document.parts.append(Part(document.title, 1, line, ""))
+            paragraph = paragraph or ("" if document.title else first)
+        if paragraph:
             document.say(paragraph)
-        document.links += [
-            (url.rstrip(".,);"), line) for url in re.findall(r"https?://[^\s<>\"']+", paragraph)
-        ]
+        urls = re.findall(r"https?://[^\s<>\"']+", paragraph)
+        document.links += [(url.rstrip(".,);"), line) for url in urls]
     return document.facts(facts)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs of a text on one line each, with their first line; rules are left out."""
+    """Yield the paragraphs of a text, each with its first line; rules are left out."""
     start = 0
     rows: list[str] = []
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -182,7 +202,7 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
             start = start if rows else number
             rows.append(line.strip())
         elif rows:
-            yield start, " ".join(rows)
+            yield start, "\n".join(rows)
             rows = []
 
 

@@ -18,7 +18,7 @@ _STOP = re.compile(
 """Words that are never a term."""
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w*(?:(?:\.|::)[^\W\d]\w*)*")
-_PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+")
+_PATH = re.compile(r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)+")
 _LONGEST = 60
 """Characters of a term."""
 

@@ -209,6 +209,11 @@ def _shown(source: Source, node: ast.AST) -> str:
     """Return the evidence: the first line of a statement with a body, or all of an expression."""
     if isinstance(node, ast.stmt | ast.ExceptHandler) and hasattr(node, "body"):
         return source.lines[node.lineno - 1].strip()[:160]
+    outer = next(source.around(node), None)
+    if isinstance(outer, Function | ast.ClassDef) and node in outer.decorator_list:
+        return (
+            f"@{source.evidence(node)} {'class' if isinstance(outer, ast.ClassDef) else 'def'} {outer.name}"
+        )
     return source.evidence(node)
 
 
@@ -240,6 +245,7 @@ def _text(node: ast.expr | None) -> str:
 
 def _arguments(source: Source) -> Found:
     """Yield calls whose arguments decide: deserialisers, TLS, hashes, addresses, files and SQL."""
+    sends = {name.partition(".")[0] for name in source.imported.values()} & {"aiohttp", "httpx", "requests"}
     for node in source.of(ast.Call):
         name, first = source.known(node.func), node.args[0] if node.args else None
         if name == "torch.load" and not _is(_option(node, "weights_only"), True):
@@ -250,7 +256,7 @@ def _arguments(source: Source) -> Found:
             yield _SECURITY, _UNPICKLES, node
         if name == "yaml.load" and "Safe" not in source.written(node):
             yield _SECURITY, "YAML that can construct Python objects", node
-        if _is(_option(node, "verify"), False):
+        if sends and _is(_option(node, "verify"), False):
             yield _SECURITY, "TLS certificates are not checked", node
         weak = name in ("hashlib.md5", "hashlib.sha1") or (
             name == "hashlib.new" and _text(first) in ("md5", "sha1")
@@ -315,15 +321,20 @@ def _asserts(source: Source) -> Found:
 def _secrets(source: Source) -> Found:
     for node, targets, value in source.assignments():
         names = [source.dotted(target).rpartition(".")[2] for target in targets]
-        if len(_text(value)) > 3 and any(_SECRET.search(name) for name in names):
+        if _is_secret(value) and any(_SECRET.search(name) for name in names):
             yield _SECURITY, "text in a variable with the name of a secret", node
         if any(_RANDOM_SECRET.search(name) for name in names):
             called = [source.known(part.func) for part in ast.walk(value) if isinstance(part, ast.Call)]
             if any(name.startswith("random.") for name in called):
-                yield _SECURITY, "secret from a predictable random number", node
+                yield _SECURITY, "predictable random number in a variable with the name of a secret", node
     for word in source.of(ast.keyword):
-        if word.arg and _SECRET.search(word.arg) and len(_text(word.value)) > 3:
+        if word.arg and _SECRET.search(word.arg) and _is_secret(word.value):
             yield _SECURITY, "text in an argument with the name of a secret", word
+
+
+def _is_secret(node: ast.expr) -> bool:
+    """Tell whether a value is a text that can be a password: neither very short nor several words."""
+    return len(_text(node)) > 3 and not re.search(r"\s", _text(node))
 
 
 def _functions(source: Source) -> Found:
@@ -344,7 +355,7 @@ def _functions(source: Source) -> Found:
             yield _PATTERN, "closure: returns a function that it defines", node
         if sum(name.rpartition(".")[2][:1].isupper() for name in made) > 1:
             yield _PATTERN, "factory: returns objects of several classes", node
-        if "self" in names and node.name not in ("__enter__", "__iter__", "__aenter__", "__aiter__"):
+        if names == {"self"} and not node.name.startswith("__"):
             yield _PATTERN, "returns itself, so that calls can be chained", node
         if node.name == "__getattr__" and node in source.tree.body:
             yield _PATTERN, "module attributes on demand", node
@@ -505,7 +516,7 @@ def _tensors(source: Source) -> Found:
             yield _PERFORMANCE, "copies with clone()", call
         elif method in ("item", "tolist", "cpu") and not call.args:
             yield _PERFORMANCE, f"{method}() waits for a GPU if the tensor is on one", call
-        elif re.fullmatch(r"[a-z]\w*[a-z0-9]_", method):
+        elif re.fullmatch(r"[a-z]\w*[a-z0-9]_", method) and not source.known(call.func):
             yield _PERFORMANCE, "operation in place", call
         if any(_is(_option(call, word), True) for word in ("async_op", "non_blocking")):
             yield _PERFORMANCE, "asynchronous transfer", call

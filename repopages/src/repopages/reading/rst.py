@@ -14,7 +14,7 @@ _LITERAL = re.compile(
 )
 _FILES = {"image", "figure", "include", "literalinclude", "download", "thumbnail"}
 _INLINE = re.compile(
-    r"``(?P<code>[^`]+)``|:(?P<role>[\w:+.-]+):`(?P<text>[^`]+)`|`(?P<title>[^`<]*)<(?P<link>[^`>]+)>`__?"
+    r"``(?P<code>[^`]+)``|:(?P<role>[\w:+.-]{1,60}):`(?P<text>[^`]{1,300})`|`(?P<title>[^`<]*)<(?P<link>[^`>]+)>`__?"
     r"|\*\*(?P<strong>[^*\s][^*]*)\*\*|(?<![\w*])\*(?P<emphasis>[^*\s][^*]*)\*(?!\w)|(?P<url>https?://[^\s<>`\"']+)"
 )
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from urllib.parse import unquote
 
 from repopages.reading.model import Facts, Import
+from repopages.relations.python import LONGEST
 
 _SCRIPTS = (".ts", ".tsx", ".d.ts", ".mts", ".cts", ".js", ".jsx", ".mjs", ".cjs", ".json", ".vue", ".svelte")
 _NODE = (
@@ -20,6 +21,7 @@ _C = (
     " stdatomic stdbool stddef stdint stdio stdlib stdnoreturn string tgmath threads time uchar wchar wctype"
 )
 _LONGEST_SUFFIX = 6
+_LONGEST_JSON = 1 << 15
 _MANY = 64
 """Files of the same name that are compared for the nearest one."""
 
@@ -48,7 +50,7 @@ class Imports:
             "Go": self._go,
             "Shell": self._shell,
         }
-        resolve = found.get(facts.language)
+        resolve = found.get(facts.language) if len(entry.module) <= LONGEST else None
         return [path for path in resolve(entry, facts) if path != facts.path] if resolve else []
 
     def outside(self, entry: Import, language: str) -> tuple[str, bool] | None:
@@ -337,7 +339,8 @@ def _joined(folder: str, way: str) -> str | None:
 def _json(text: str) -> object:
     """Return the value of a JSON file that may have comments and trailing commas, or None if it is broken."""
     try:
-        return json.loads(_plain_json(text))
+        # The search for comments is quadratic in a hostile file.
+        return json.loads(_plain_json(text) if len(text) < _LONGEST_JSON else text)
     except (ValueError, RecursionError):
         return None
 

@@ -3,6 +3,7 @@
 import builtins
 import re
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from repopages.reading.model import Facts, Import, Item, Section
 from repopages.reading.repository import Repository
 from repopages.relations.graph import Edge, Folder, Place, Use
 from repopages.relations.imports import Imports
-from repopages.relations.python import Modules
+from repopages.relations.python import LONGEST, Modules
 from repopages.relations.records import with_inherited_fields
 from repopages.relations.uses import NAMED, Uses
 
@@ -186,6 +187,8 @@ class Library:
         """
         if name in self.files:
             return Place(path=name)
+        if len(name) > LONGEST:
+            return None
         clean = re.sub(r"\(.*\)$", "", name.strip(), flags=re.DOTALL).lstrip("~")
         if not _NAME.fullmatch(clean):
             linked = self._resolver.link(name, self.files[path]) if "/" in name else None
@@ -317,6 +320,14 @@ class Library:
                     found[path] = entries
         return found
 
+    @cached_property
+    def _by_stem(self) -> dict[str, list[str]]:
+        """Files of the same folder and name with another ending."""
+        found: dict[str, list[str]] = {}
+        for path in self.files:
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+        return found
+
     def _ways_from(self, start: str) -> dict[str, str]:
         """Return for every file of a package the file that imports it on the shortest way from `start`."""
         base = self.files[start].folder
@@ -343,10 +354,10 @@ class Library:
 
     def _counterparts(self, facts: Facts) -> Iterable[tuple[str, str]]:
         """Yield the header of an implementation, the implementation of a header, the stub of a module."""
-        stem, _, ending = facts.name.rpartition(".")
-        for other in self.folders[facts.folder].files:
-            name, _, end = other.rpartition("/")[2].rpartition(".")
-            if name != stem or end == ending:
+        stem, _, ending = facts.path.rpartition(".")
+        for other in self._by_stem.get(stem, ()):
+            end = other.rpartition(".")[2]
+            if end == ending:
                 continue
             if end in ("h", "hh", "hpp", "hxx", "cuh"):
                 yield other, "its header"
@@ -358,7 +369,7 @@ class Library:
     def _neighbours(self, facts: Facts) -> list[str]:
         """Return the files of the same folder and language, those with the most similar names first."""
         files = self.folders[facts.folder].files
-        place = files.index(facts.path)
+        place = bisect_left(files, facts.path)
         near = files[max(0, place - 4 * _MOST_RELATED) : place + 4 * _MOST_RELATED]
         same = [other for other in near if self.files[other].language == facts.language]
         return sorted(same, key=lambda other: -_shared(facts.path, other))

@@ -11,6 +11,9 @@ _SUFFIXES = (".py", ".pyi", ".pyx", ".pyw")
 _SOURCE_ROOTS = {"src", "lib", "Lib", "python"}
 """Names of folders that contain packages and are none themselves."""
 
+LONGEST = 400
+"""Characters of a name that is looked for. The cost of a dotted name is quadratic in its parts."""
+
 _DEEPEST = 20
 """Re-exports and base classes that are followed, one behind the other."""
 
@@ -117,7 +120,7 @@ class Modules:
         for facts in self._files.values():
             for entry in facts.imports:
                 dotted = f"{entry.module}.{entry.name}" if entry.name not in ("", "*") else entry.module
-                while dotted and not entry.level and dotted not in found:
+                while dotted and not entry.level and len(dotted) <= LONGEST and dotted not in found:
                     found.add(dotted)
                     dotted = dotted.rpartition(".")[0]
         return found
@@ -137,7 +140,7 @@ class Modules:
 
     def file(self, dotted: str, importer: str) -> str | None:
         """Return the file of an absolute module name as a file that imports it would find it, or None."""
-        if not dotted:
+        if not dotted or len(dotted) > LONGEST:
             return None
         base = self._outside(importer.rpartition("/")[0])
         known = self._at(base, dotted)
@@ -345,6 +348,8 @@ class Modules:
 
     def dotted(self, name: str, importer: str) -> Found | None:
         """Return what an absolute dotted name refers to: the longest module in it, then a name in that."""
+        if len(name) > LONGEST:
+            return None
         level = len(name) - len(name.lstrip("."))
         if level:
             return self._relative(name[level:], level, importer)

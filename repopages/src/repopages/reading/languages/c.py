@@ -33,15 +33,29 @@ _NAMES = frozenset(
         "primitive_type",
     }
 )
-_EXPORT = re.compile(
-    rb"(?<=\bclass )\s*[A-Z][A-Z0-9_]{2,}(?:\([^()\n]*\))?(?=\s+[A-Za-z_])"
-    rb"|(?<=\bstruct )\s*[A-Z][A-Z0-9_]{2,}(?:\([^()\n]*\))?(?=\s+[A-Za-z_])"
-    rb"|\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:API|EXPORTS?|PUBLIC|LOCAL|HIDDEN|INLINE|HOST_DEVICE|DEVICE|HOST|NODISCARD"
-    rb"|NORETURN|UNUSED|DECL|VISIBILITY|NOEXCEPT|CONSTEXPR|NOINLINE|DEPRECATED|FORCEINLINE)\b(?=\s+[A-Za-z_~])"
+_MACROS = re.compile(
+    rb"""
+    # For compilers of C++ only: extern "C" around a header of C. The brace ends in another directive.
+    ^[ \t]*\#[ \t]*if[^\n]*__cplusplus[^\n]*\n [ \t]*(?:extern[ ]"C"[ \t]*\{|\})[^\n]*\n
+      [ \t]*\#[ \t]*endif[^\n]*
+    # Other directives stay as they are.
+    | (?P<directive> ^[ \t]*\#(?:[^\n\\]|\\.)* )
+    # Visibility of a class or a function.
+    | (?: (?<=\bclass[ ]) | (?<=\bstruct[ ]) ) \s* [A-Z][A-Z0-9_]{2,} (?:\([^()\n]*\))? (?=\s+[A-Za-z_])
+    | \b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_
+      (?: API|EXPORTS?|PUBLIC|LOCAL|HIDDEN|VISIBILITY|DECL|DEPRECATED|NODISCARD|NORETURN|UNUSED|CONSTEXPR
+        | NOEXCEPT|(?:FORCE|NO|ALWAYS_)?INLINE|HOST_DEVICE|DEVICE|HOST ) \b (?=\s+[A-Za-z_~])
+    # A call on a line without a semicolon, which is not the head of a function.
+    | ^[ \t]*[A-Z][A-Z0-9_]{4,}\([^;{}\n]*\)[ \t]*$ (?!\s*\{)
+    # Statements, fields and parts of a text.
+    | \bPy_(?:BEGIN|END)_ALLOW_THREADS\b | \bPyObject_(?:VAR_)?HEAD\b (?!_) | \bPRI[a-zA-Z]+[0-9]+\b
+    # The result of a function in the C API of Python.
+    | \bPy(?:API|MODEXPORT)_(?:FUNC|DATA)\((?P<result>[^()\n]*)\)
+    """,
+    re.MULTILINE | re.VERBOSE | re.DOTALL,
 )
-"""Macros before a declaration that only the preprocessor knows: the grammar takes them for a type."""
+"""What only the preprocessor understands, and what makes the code around it unreadable for the grammar."""
 
-_PYTHON_API = re.compile(rb"\bPy(?:API|MODEXPORT)_(?:FUNC|DATA)\(([^()\n]*)\)")
 _GUARD = re.compile(r".*_H(?:PP|XX|_)?_*")
 _TESTS = re.compile(
     r"TEST(?:_F|_P|_CASE)?|TYPED_TEST(?:_P)?|BOOST_(?:AUTO|FIXTURE)_TEST_CASE|SCENARIO|BENCHMARK_F"
@@ -74,7 +88,7 @@ class C(Reader):
     effects: ClassVar = {
         **rules(
             "security",
-            "copies text without a bound",
+            "writes text without a bound",
             "strcpy strcat sprintf vsprintf gets stpcpy",
         ),
         **rules("security", "reads text without a bound", "scanf sscanf fscanf"),
@@ -82,7 +96,7 @@ class C(Reader):
         **rules(
             "security",
             "starts a process",
-            "fork vfork execl execlp execle execv execvp execvpe execve posix_spawn posix_spawnp CreateProcess",
+            "fork vfork execl execlp execle execv execvp execvpe execve posix_spawn CreateProcess",
         ),
         **rules("security", "loads code at run time", "dlopen dlsym LoadLibrary LoadLibraryA GetProcAddress"),
         **rules("security", "opens network connections", "socket connect bind listen accept getaddrinfo"),
@@ -103,9 +117,9 @@ class C(Reader):
     getters = frozenset({"getenv", "secure_getenv", "_dupenv_s", "c10.utils.get_env"})
 
     def prepared(self) -> bytes:
-        """Blank macros of visibility, which make a class unreadable for the grammar."""
-        source = _EXPORT.sub(lambda found: b" " * len(found.group()), self.source)
-        return _PYTHON_API.sub(lambda found: found.group(1).rjust(len(found.group()) - 1) + b" ", source)
+        """Blank macros that make the code around them unreadable for the grammar."""
+        self.names.update(name.decode() for name in re.findall(rb"\b[A-Z][A-Z0-9_]{4,}\b", self.source))
+        return _MACROS.sub(_blank, self.source)
 
     def name_of(self, node: Node) -> str:
         """Return the name in the innermost declarator; only types with a body are definitions."""
@@ -309,6 +323,12 @@ class Cpp(C):
         **rules("performance", "reserves memory ahead", ".reserve"),
     }
 
+    def prepared(self) -> bytes:
+        """Read a header for both compilers as CUDA, whose words C++ does not know."""
+        if re.search(rb"__(?:global|device|host)__", self.source):
+            self.grammar = Cuda.grammar
+        return super().prepared()
+
     def bases_of(self, node: Node) -> tuple[str, ...]:
         """Return the base classes."""
         lists = [child for child in node.named_children if child.type == "base_class_clause"]
@@ -400,3 +420,12 @@ class Cuda(Cpp):
 def _plain(name: str) -> str:
     """Return a name without the arguments of a template."""
     return name.partition("<")[0].strip()
+
+
+def _blank(found: re.Match[bytes]) -> bytes:
+    """Return a macro as blanks, with its lines; keep directives and the result of a function."""
+    if found["directive"] is not None:
+        return found.group()
+    if found["result"] is not None:
+        return found["result"].rjust(len(found.group()) - 1) + b" "
+    return re.sub(rb"[^\n]", b" ", found.group())

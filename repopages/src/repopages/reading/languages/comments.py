@@ -57,7 +57,8 @@ class Comments:
             attached: Row of the first definition, which owns the comment directly above it.
         """
         starts = sorted((row, end) for end, (row, _) in self.ending.items() if end < code or code < 0)
-        ends = [end for row, end in starts if end + 1 not in {start for start, _ in starts}]
+        rows = {row for row, _ in starts}
+        ends = [end for _, end in starts if end + 1 not in rows]
         for end in ends:
             paragraphs = _clean(self._block(end)).split("\n\n")
             kept = [text for text in paragraphs if not _LICENCE.search(text)]

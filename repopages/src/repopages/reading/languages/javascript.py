@@ -6,6 +6,7 @@ from typing import ClassVar
 from tree_sitter import Node
 
 from repopages.reading.languages.reader import Draft, Reader, rules
+from repopages.reading.model import Facts
 
 _FUNCTIONS = ("arrow_function", "function_expression", "generator_function")
 _TESTS = re.compile(r"(?:it|test)(?:\.(?:only|skip|each|concurrent|failing|todo))?")
@@ -66,7 +67,7 @@ class JavaScript(Reader):
             "security",
             "writes or removes files",
             "fs.writeFile fs.writeFileSync fs.unlink fs.unlinkSync fs.rm fs.rmSync fs.appendFile"
-            " fs.createWriteStream fs.rename fs.renameSync fs/promises.writeFile fs/promises.rm fs.promises.writeFile",
+            " fs.createWriteStream fs.rename fs.renameSync fs/promises.writeFile fs/promises.rm",
         ),
         **rules("security", "uses a weak random generator", "Math.random"),
         **rules("security", "stores data in the browser", "localStorage.setItem sessionStorage.setItem"),
@@ -82,6 +83,15 @@ class JavaScript(Reader):
         **rules("pattern", "listens to events", ".addEventListener .on .once"),
         **rules("pattern", "ends the process", "process.exit"),
     }
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.required: set[str] = set()
+
+    def take(self, module: str, node: Node, scope: Draft, name: str = "", alias: str = "") -> None:
+        """Add an import."""
+        self.required.add(module)
+        super().take(module, node, scope, name, alias)
 
     def name_of(self, node: Node) -> str:
         """Return the name; fields of JavaScript call it property."""
@@ -325,7 +335,7 @@ class JavaScript(Reader):
 
     def on_catch_clause(self, node: Node, scope: Draft) -> None:
         """Add a handler, and the classes that it tells apart."""
-        found = re.findall(r"\binstanceof\s+([\w.]+)", self.text(node)[:4000])
+        found = re.findall(r"\binstanceof\s+([\w.]+)", self.text(node, 4000))
         for name in dict.fromkeys(found) or ["any error"]:
             self.handle(name, node, scope)
 
@@ -334,7 +344,7 @@ class JavaScript(Reader):
         given = self.arguments(node)
         if name in ("require", "import") and given:
             module = self.string(given[0])
-            if module and not any(taken.module == module for taken in self.imports):
+            if module and module not in self.required:
                 self.take(module, node, scope)
             elif module is None:
                 self.find("security", "imports a module named at run time", node)

@@ -7,6 +7,7 @@ hostile files nest thousands of levels deep.
 
 import importlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -21,6 +22,9 @@ _DEEPEST = 20
 
 _LONGEST = 160
 """Bytes of a dotted name and characters of evidence. Bounds the cost of chains like a.a.a.a, which nest."""
+
+_SECONDS, _PART = 5, 1024
+"""Time for parsing a file, and the bytes between two looks at the clock."""
 
 _DOTTED = re.compile(r"[\w$]+(?:\.[\w$]+)*")
 _SEPARATOR = re.compile(r"\s*(?:::<[^()]*>|\?\.|::|->|\.)\s*")
@@ -103,7 +107,7 @@ class Reader:
         getters: Called names whose first argument is an environment variable.
     """
 
-    grammar: ClassVar[tuple[str, str]]
+    grammar: tuple[str, str]
     definitions: ClassVar[dict[str, str]] = {}
     wrappers: ClassVar[frozenset[str]] = frozenset()
     comments: ClassVar[frozenset[str]] = frozenset({"comment"})
@@ -136,6 +140,7 @@ class Reader:
         self.names: set[str] = set()
         self.called: list[tuple[str, Node, Draft, int]] = []
         self.owners: dict[int, int] = {}
+        self.types: dict[tuple[int, str], Draft] = {}
         self.tests = 0
         self.aliases: dict[str, str] = {}
         self.first = -1
@@ -188,7 +193,8 @@ class Reader:
 
     def read(self) -> Facts:
         """Return the facts of the file."""
-        tree = _parse(self.grammar, self.prepared())
+        source = self.prepared()
+        tree, end = _parse(self.grammar, source)
         self._walk(tree.root_node)
         for name, node, scope, loops in self.called:
             self._call(self.spelt(name), node, scope, loops)
@@ -198,7 +204,7 @@ class Reader:
         first = min((draft.row for draft in self.file.members), default=None) if not self.shared_top else None
         return replace(
             self.facts,
-            problem=self._problem(tree.root_node),
+            problem=self._problem(tree.root_node, end),
             doc=self.notes.top(self.first, first),
             items=tuple(draft.item() for draft in self.file.members),
             exports=tuple(sorted(self.exports)) if self.exports else None,
@@ -297,6 +303,8 @@ class Reader:
             parent=scope,
         )
         scope.members.append(draft)
+        if kind in _TYPES:
+            self.types[id(scope), name] = draft
         return draft
 
     def _doc(self, row: int, node: Node) -> str:
@@ -313,19 +321,23 @@ class Reader:
 
     def own(self, owner: str, scope: Draft, node: Node) -> Draft:
         """Return the type that a method outside it belongs to, or a stand-in if it is not in the file."""
-        for member in reversed(scope.members):
-            if member.name == owner and member.kind in _TYPES:
-                return member
-        draft = Draft(owner, "implementation", node.start_point[0], node.end_point[0], parent=scope)
+        if (id(scope), owner) in self.types:
+            return self.types[id(scope), owner]
+        draft = self.types[id(scope), owner] = Draft(
+            owner, "implementation", node.start_point[0], node.end_point[0], parent=scope
+        )
         draft.public = self.is_public(node, owner, scope)
         scope.members.append(draft)
         return draft
 
     # What the handlers of languages use.
 
-    def text(self, node: Node | None) -> str:
-        """Return a node as written."""
-        return self.source[node.start_byte : node.end_byte].decode("utf-8", "replace") if node else ""
+    def text(self, node: Node | None, longest: int = 10_000) -> str:
+        """Return a node as written, its start if it is long: nodes nest, and to copy all is quadratic."""
+        if node is None:
+            return ""
+        end = min(node.end_byte, node.start_byte + longest)
+        return self.source[node.start_byte : end].decode("utf-8", "replace")
 
     def line(self, node: Node) -> str:
         """Return a node as written, on one line and not too long."""
@@ -440,8 +452,11 @@ class Reader:
                 self.options(texts[0], node, texts[-1] if len(texts) > 1 else "")
         self.call(name, node, scope, loops)
 
-    def _problem(self, root: Node) -> str:
+    def _problem(self, root: Node, end: int) -> str:
         """Return the line of the first error in the tree. Valid uses of macros can be errors, too."""
+        if end < len(self.source):
+            line = self.source.count(b"\n", 0, end) + 1
+            return f"line {line}: not read from here on, the parser needed more than {_SECONDS} s"
         if not root.has_error:
             return ""
         node = root
@@ -453,8 +468,23 @@ class Reader:
         return f"line {node.start_point[0] + 1}: not understood by the {self.facts.language} grammar"
 
 
-def _parse(grammar: tuple[str, str], source: bytes) -> Tree:
-    return Parser(_language(grammar)).parse(source)
+def _parse(grammar: tuple[str, str], source: bytes) -> tuple[Tree, int]:
+    """Return the tree of a source and how many of its bytes were read.
+
+    tree-sitter has no limit, and its recovery from errors is quadratic for some inputs: 90 kB of tags in a
+    file of TOML took 11 s. It asks for the source in parts, so it sees an end when the time is over.
+    """
+    deadline, read = time.process_time() + _SECONDS, 0
+
+    def part(offset: int, _: object) -> bytes:
+        nonlocal read
+        if time.process_time() > deadline:
+            return b""
+        read = max(read, offset + _PART)
+        return source[offset : offset + _PART]
+
+    tree = Parser(_language(grammar)).parse(part)
+    return tree, read
 
 
 _LANGUAGES: dict[tuple[str, str], Language] = {}
