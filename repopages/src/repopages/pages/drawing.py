@@ -67,7 +67,8 @@ def _graph(
             for name in kept
         ]
         more = len(listed) - len(kept)
-        return (*made, (f"and {more} more", "#dependencies")) if more else tuple(made)
+        rest = "#dependencies" if address is file_page else ""  # the page of a folder lists no imports
+        return (*made, (f"and {more} more", rest)) if more else tuple(made)
 
     return Graph(path=path, name=_label(path, shared), left=boxes(left), right=boxes(right))
 

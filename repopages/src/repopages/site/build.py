@@ -3,6 +3,7 @@
 Sources and doctrees stay in the cache folder. A second build reads and writes only the pages that changed.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -73,6 +74,8 @@ def build(
     """
     require_sphinx()
     before = _make_room(out, library.root)
+    out.mkdir(parents=True, exist_ok=True)
+    _mark(out, library.root, before)  # a build that is stopped leaves a folder that the next one may continue
     cache = cache_folder(library.root) / "site"
     sources = cache / "sources"
     site = Site(library)
@@ -82,14 +85,16 @@ def build(
     pages = [file.relative_to(sources).as_posix().removesuffix(".md") for file in sources.rglob("*.md")]
     around = {page: _digest(navigation, page) for page in pages}
     for page, digest in around.items():
-        if before.get(page) != digest:  # its listing or its sidebar changed, of which Sphinx does not know
-            (out / f"{page}.html").unlink(missing_ok=True)
+        if before.get(page) != digest:
+            # Its listing or its sidebar changed, of which Sphinx does not know: it writes pages that are old.
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(out / f"{page}.html", (0, 0))
     old = _times(out)
     environment, warnings = _run_sphinx(navigation, cache, out, jobs or os.cpu_count() or 1, progress)
     written = sum(old.get(name) != time for name, time in _times(out).items())
     _copy(site, environment, sources, out)
     _remove_others(out, set(environment.found_docs))
-    (out / _MARK).write_text(json.dumps({"root": str(library.root), "pages": around}))
+    _mark(out, library.root, around)
     progress("checking links", 0, 1)
     broken = broken_links(out, _keyword_addresses(out))
     theirs = {f"{page}.html" for page in site.document_of}
@@ -138,6 +143,10 @@ def _make_room(out: Path, root: Path) -> dict[str, str]:
     return {}
 
 
+def _mark(out: Path, root: Path, pages: dict[str, str]) -> None:
+    (out / _MARK).write_text(json.dumps({"root": str(root), "pages": pages}))
+
+
 def _digest(navigation: Navigation, page: str) -> str:
     """Return a digest of all that is put into a page after Sphinx rendered it."""
     site = navigation.site
@@ -148,17 +157,17 @@ def _digest(navigation: Navigation, page: str) -> str:
 
 
 class _Status(io.StringIO):
-    """The stream of Sphinx's messages, which reports its percentages."""
+    """The stream of Sphinx's messages, which reports its percentages as numbers of pages."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, pages: int) -> None:
         super().__init__()
-        self._progress = progress
+        self._progress, self._pages = progress, pages
 
     def write(self, text: str) -> int:
         """Report the percentage in a message."""
         found = re.search(r"(reading|writing)[\w ]*\.\.\. .*\[\s*(\d+)%\]", text)
         if found:
-            self._progress(f"{found[1]} pages", int(found[2]), 100)
+            self._progress(f"{found[1]} pages", int(found[2]) * self._pages // 100, self._pages)
         return len(text)
 
 
@@ -171,9 +180,7 @@ def _run_sphinx(
     from sphinx.util.console import strip_escape_sequences
 
     sources, doctrees, warned = cache / "sources", cache / "doctrees", io.StringIO()
-    unclean = cache / "unclean"  # there while a build runs, and after one with warnings
-    fresh = unclean.exists()
-    unclean.touch()
+    warned_before = cache / "warned"
     try:
         app = Sphinx(
             srcdir=sources,
@@ -182,9 +189,10 @@ def _run_sphinx(
             doctreedir=doctrees,
             buildername="html",
             confoverrides=_configuration(navigation.site),
-            status=_Status(progress),
+            status=_Status(progress, sum(1 for _ in sources.rglob("*.md"))),
             warning=warned,
-            freshenv=fresh,  # Sphinx does not repeat the warnings of pages that it does not read again
+            # Sphinx does not repeat the warnings of pages that it does not read again.
+            freshenv=warned_before.exists(),
             parallel=jobs,
         )
         app.connect(NAVIGATION, lambda _: navigation)
@@ -193,8 +201,7 @@ def _run_sphinx(
         raise RepopagesError(f"Sphinx failed: {error}") from error
     lines = strip_escape_sequences(warned.getvalue()).replace(f"{sources}/", "").splitlines()
     warnings = tuple(line for line in lines if line.strip())
-    if not warnings:
-        unclean.unlink()
+    warned_before.touch() if warnings else warned_before.unlink(missing_ok=True)
     return app.env, warnings
 
 

@@ -29,6 +29,7 @@ class SiteDialect:
     suffix: str = ".html"
     top: str = "files/"
     keyword_pages: bool = False
+    trail: bool = False
 
     def listing(self, facts: Facts) -> str:
         """Return a placeholder: a listing does not pass through docutils."""

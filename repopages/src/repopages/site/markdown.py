@@ -6,11 +6,13 @@ files. The parser here has no directives, whatever a document says.
 
 import posixpath
 import re
+from collections.abc import Sequence
 from html import escape, unescape
 from typing import Any
 
 from docutils import nodes
 from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
 from mdit_py_plugins.footnote import footnote_plugin
 from mdit_py_plugins.front_matter import front_matter_plugin
 from mdit_py_plugins.gfm_autolink import gfm_autolink_plugin
@@ -20,6 +22,7 @@ from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.transforms import SphinxTransform
 
 from repopages.pages.addresses import relative
+from repopages.reading.model import Section
 from repopages.site.addresses import PICTURES, Site
 from repopages.site.inert import Inert, scheme
 from repopages.site.navigation import NAVIGATION
@@ -34,6 +37,26 @@ class _Renderer(SphinxRenderer):
         """Write nothing. MyST would apply it."""
 
 
+class _QuickRenderer(_Renderer):
+    """A renderer of the pages that repopages wrote.
+
+    Tables and lists are most of such a page. As nodes of docutils, each cell costs a millisecond.
+    """
+
+    def render_table(self, token: Any) -> None:
+        """Add a table as HTML, with the classes that Sphinx and furo give it."""
+        table = self._html(token).replace("<table>", '<table class="docutils align-default">', 1)
+        self.current_node.append(_raw(f'<div class="table-wrapper docutils container">{table}</div>'))
+
+    def render_bullet_list(self, token: Any) -> None:
+        """Add a list as HTML."""
+        self.current_node.append(_raw(self._html(token)))
+
+    def _html(self, token: Any) -> str:
+        html = RendererHTML().render(token.to_tokens(), self.md_options, self.md_env)
+        return html.replace("<code>", '<code class="docutils literal notranslate">')
+
+
 class GitHubParser(MystParser):
     """A parser of GitHub's Markdown on MyST's renderer."""
 
@@ -41,7 +64,10 @@ class GitHubParser(MystParser):
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Fill `document` with the nodes of a text."""
-        parser = MarkdownIt("commonmark", renderer_cls=_Renderer).enable(["table", "strikethrough"])
+        env = document.settings.env
+        theirs = env.docname in env.events.emit_firstresult(NAVIGATION).site.document_of
+        renderer = _Renderer if theirs else _QuickRenderer
+        parser = MarkdownIt("commonmark", renderer_cls=renderer).enable(["table", "strikethrough"])
         parser.use(front_matter_plugin).use(gfm_autolink_plugin)
         parser.use(footnote_plugin, inline=False, move_to_end=False)
         parser.options.update(
@@ -79,6 +105,17 @@ class MakeInert(SphinxTransform):
         inert = self._writer()
         self._change(self.document, inert)
         _append(self.document, inert.end())
+        if not self._trusted:
+            self._anchor(self._site.library.files[self._site.document_of[self._page]].sections)
+
+    def _anchor(self, sections: Sequence[Section]) -> None:
+        """Give headings the anchors by which other pages link to them, which may differ from MyST's."""
+        headings = {node.line: node for node in self.document.findall(nodes.section)}
+        for section in reversed(sections):
+            if section.line in headings:
+                headings[section.line]["ids"].append(section.anchor)
+            else:  # a heading in HTML or in a list
+                self.document.insert(0, _raw(f'<span id="{escape(section.anchor)}"></span>'))
 
     def _writer(self) -> Inert:
         return Inert(lambda target: self._link(target, None), self._picture, self._trusted)
