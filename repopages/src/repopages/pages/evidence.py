@@ -12,6 +12,7 @@ from repopages.pages.without_code import (
     data_safety,
     document_performance,
     document_safety,
+    is_prose,
     not_searched,
     nothing_found,
 )
@@ -36,7 +37,8 @@ def dependencies(page: Page) -> str:
         parts.append(without_empty(head, rows))
     outside = {title: names for title, names in library.outside(page.path).items() if names}
     if facts.role in ("data", "document") and not outside and not imported and facts.imports:
-        outside = {"declared": sorted({held.module for held in facts.imports})}
+        title = "declared" if facts.role == "data" else "modules"
+        outside = {title: sorted({held.module for held in facts.imports})}
     rows = [[title, listed([code(name) for name in names])] for title, names in outside.items()]
     if rows:
         parts.append(table(["from outside", "modules"], rows))
@@ -67,7 +69,7 @@ def patterns(page: Page) -> str:
     found = _found(page, "pattern", "idiom")
     if found or (page.facts.role == "data" and page.facts.items):
         return found or data_patterns(page)
-    if page.facts.role == "document" and page.facts.text.strip():
+    if is_prose(page):
         return "The document has no block of code."
     return nothing_found(page, "pattern")
 
@@ -102,9 +104,10 @@ def performance(page: Page) -> str:
     parts += _stated(page, "performance", "complexity")
     parts += _figures(page)[:_MOST_BLOCKS]
     found = "\n\n".join(part for part in parts if part)
-    if found or page.facts.role not in ("document", "data") or not page.facts.text.strip():
-        return found or nothing_found(page, "performance")
-    return document_performance(page) if page.facts.role == "document" else data_performance(page)
+    if found or is_prose(page):
+        return found or document_performance(page)
+    is_data = page.facts.role == "data" and page.facts.items
+    return data_performance(page) if is_data else nothing_found(page, "performance")
 
 
 def _stated(page: Page, *titles: str) -> list[str]:
@@ -183,7 +186,7 @@ def _nothing_unsafe(page: Page) -> str:
     """Return that no effect outside the file was found, or what was looked for instead."""
     if page.facts.role == "data" and page.facts.items:
         return data_safety(page)
-    if page.facts.role == "document" and page.facts.text.strip():
+    if is_prose(page):
         return document_safety(page)
     return nothing_found(page, "security")
 

@@ -14,14 +14,14 @@ _SECRET = re.compile(r"(passw(or)?d|secret|token|credential|private_?key|api_?ke
 _SOUGHT = {
     "pattern": {
         "Python": "generators, context managers, decorators, caches, data classes and the like",
-        "": "closures, generics, concurrency, resource handling and the like",
+        "": "idioms of the language, such as concurrency, checked assumptions and resource handling",
     },
     "performance": {
         "Python": "deep loops, copies, work repeated in loops, blocking and collective calls",
-        "": "loops nested 3 deep, work and memory repeated in loops, waiting and copying calls",
+        "": "loops nested 3 deep, and calls in loops that allocate, copy or compile",
     },
     "security": {
-        "Python": "processes, sockets, native libraries, pickles, evaluated text, written files, broad handlers",
+        "Python": "processes, sockets, native code, pickles, evaluated text, written files, broad handlers",
         "C": "unbounded reads and copies, commands, loaded code, sockets, temporary and written files",
         "Rust": "unsafe code, unchecked values, processes, sockets and written files",
         "Go": "processes, sockets, unsafe memory, written files, weak hashes and random numbers",
@@ -33,6 +33,13 @@ _SOUGHT = {
 
 _LIKE = {"C++": "C", "CUDA": "C", "TypeScript": "JavaScript"}
 _WITHOUT = {"pattern": "idioms", "performance": "costly forms", "security": "unsafe effects"}
+
+
+def is_prose(page: Page) -> bool:
+    """Return whether a file is a document without code that runs. A notebook has such code."""
+    return (
+        page.facts.role == "document" and page.facts.language != "Notebook" and bool(page.facts.text.strip())
+    )
 
 
 def nothing_found(page: Page, topic: str) -> str:
