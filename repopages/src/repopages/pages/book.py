@@ -99,7 +99,7 @@ class Book:
 
     def said(self, path: str) -> str:
         """Return what a file says of itself as one line of Markdown, or an empty text."""
-        return inline(_cut(described(self.library.files[path])[0]), unlinked)
+        return inline(cut(described(self.library.files[path])[0]), unlinked)
 
     def anchors(self, path: str) -> dict[str, str]:
         """Return the anchor on its page of every definition in a file, by its dotted name."""
@@ -341,7 +341,7 @@ def described(facts: Facts) -> tuple[str, str]:
     return facts.title, "title" if facts.title else ""
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     """Return the first sentences of a long paragraph, for tables."""
     if len(text) <= _MOST_SUMMARY:
         return text
@@ -349,8 +349,16 @@ def _cut(text: str) -> str:
     return held[: held.rindex(". ") + 1] if ". " in held else held.rpartition(" ")[0] + " …"
 
 
-def main_names(facts: Facts) -> str:
-    """Return the first definitions of a file in words, as Markdown, or an empty text."""
+def main_items(facts: Facts) -> list[Item]:
+    """Return the definitions that a file is most likely about: public ones, constants only without others."""
     named = [item for item in facts.items if item.kind not in VALUES] or list(facts.items)
-    chosen = [item for item in named if item.public] or named
-    return listed([code(item.name) for item in chosen], 4)
+    return [item for item in named if item.public] or named
+
+
+def main_names(facts: Facts) -> str:
+    """Return the main definitions of a file in one line of Markdown, or an empty text."""
+    items = main_items(facts)
+    only = (
+        f": {inline(cut(parse(items[0].doc).summary), unlinked)}" if len(items) == 1 and items[0].doc else ""
+    )
+    return listed([code(item.name) for item in items], 4) + only

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from repopages.pages.api import EXAMPLES, example, without_empty
+from repopages.pages.api import EXAMPLES, without_empty
 from repopages.pages.book import Page, parse, unlinked
 from repopages.pages.markup import code, counted, escape, fenced, listed, table
 from repopages.pages.without_code import (
@@ -12,13 +12,15 @@ from repopages.pages.without_code import (
     data_safety,
     document_performance,
     document_safety,
+    is_prose,
+    not_searched,
     nothing_found,
 )
 from repopages.reading.docstrings import inline, markdown
 from repopages.reading.model import Error, Finding, Mention
 from repopages.relations.library import Edge, Use
 
-_MOST_FIGURES, _MOST_BLOCKS, _MOST_CODE = 14, 3, 100
+_MOST_FIGURES, _MOST_BLOCKS, _MOST_CODE, _MOST_LINES = 14, 3, 100, 12
 
 
 def dependencies(page: Page) -> str:
@@ -34,8 +36,9 @@ def dependencies(page: Page) -> str:
         head = ["file of the repository", "names", "line", "purpose"]
         parts.append(without_empty(head, rows))
     outside = {title: names for title, names in library.outside(page.path).items() if names}
-    if facts.role == "data" and not outside and not imported and facts.imports:
-        outside = {"declared": sorted({held.module for held in facts.imports})}
+    if facts.role in ("data", "document") and not outside and not imported and facts.imports:
+        title = "declared" if facts.role == "data" else "modules"
+        outside = {title: sorted({held.module for held in facts.imports})}
     rows = [[title, listed([code(name) for name in names])] for title, names in outside.items()]
     if rows:
         parts.append(table(["from outside", "modules"], rows))
@@ -49,11 +52,12 @@ def dependencies(page: Page) -> str:
 def _no_imports(page: Page) -> str:
     facts = page.facts
     if facts.role == "document" and facts.text.strip():
-        count = counted(len(page.library.links(page.path)), "file")
-        return f"It links to {count} of the repository, listed in the cross-references."
+        links = len(page.library.links(page.path))
+        there = f"{counted(links, 'file')} of the repository, listed in the cross-references"
+        return f"It links to {there if links else 'no file of the repository'}."
     if facts.role == "data" and facts.items:
         return "Its keys name no package, file or action that it needs."
-    return nothing_found(page, "imports", "It has no import, include or require.")
+    return not_searched(page, "imports") or "It has no import, include or require."
 
 
 def _names(edge: Edge) -> str:
@@ -65,12 +69,9 @@ def patterns(page: Page) -> str:
     found = _found(page, "pattern", "idiom")
     if found or (page.facts.role == "data" and page.facts.items):
         return found or data_patterns(page)
-    if page.facts.role == "document" and page.facts.text.strip():
+    if is_prose(page):
         return "The document has no block of code."
-    searched = (
-        "It uses none of the idioms that are looked for, such as generators, context managers or caches."
-    )
-    return nothing_found(page, "idioms", searched)
+    return nothing_found(page, "pattern")
 
 
 def _found(page: Page, topic: str, title: str) -> str:
@@ -103,15 +104,10 @@ def performance(page: Page) -> str:
     parts += _stated(page, "performance", "complexity")
     parts += _figures(page)[:_MOST_BLOCKS]
     found = "\n\n".join(part for part in parts if part)
-    if (
-        found
-        or page.facts.hidden
-        or not page.facts.text.strip()
-        or page.facts.role not in ("document", "data")
-    ):
-        searched = "No loop, copy or call was found that costs much by its form, and no figures are recorded."
-        return found or nothing_found(page, "costly forms", searched)
-    return document_performance(page) if page.facts.role == "document" else data_performance(page)
+    if found or is_prose(page):
+        return found or document_performance(page)
+    is_data = page.facts.role == "data" and page.facts.items
+    return data_performance(page) if is_data else nothing_found(page, "performance")
 
 
 def _stated(page: Page, *titles: str) -> list[str]:
@@ -190,12 +186,9 @@ def _nothing_unsafe(page: Page) -> str:
     """Return that no effect outside the file was found, or what was looked for instead."""
     if page.facts.role == "data" and page.facts.items:
         return data_safety(page)
-    if page.facts.role == "document" and page.facts.text.strip():
+    if is_prose(page):
         return document_safety(page)
-    sought = (
-        "processes, sockets, native libraries, pickles, text run as code, written files and broad handlers"
-    )
-    return nothing_found(page, sought, f"Its syntax tree was searched for {sought}: none.")
+    return nothing_found(page, "security")
 
 
 def _error(page: Page, error: Error) -> str:
@@ -243,17 +236,18 @@ def testing(page: Page) -> str:
 
 
 def _usage(page: Page) -> str:
-    """Return the first example in the docstrings of public definitions, or the line that imports them."""
-    public = page.library.public(page.path)
+    """Return the examples in the docstrings of public definitions, or the line that imports them."""
+    public, anchors = page.library.public(page.path), page.book.anchors(page.path)
+    found = []
     for name, dotted, item in public:
-        texts = (
-            parse(item.doc).texts if ">>> " in item.doc or "xample" in item.doc or "sage" in item.doc else {}
-        )
-        for title in EXAMPLES:
-            if title in texts:
-                shown = example(texts[title], page.linker(dotted, item)).removeprefix("**Example**")
-                where = page.file(page.path, page.book.anchors(page.path)[dotted], code(name))
-                return f"Example of {where}:{shown}"
+        texts = parse(item.doc).texts if "xample" in item.doc or "sage" in item.doc else {}
+        where = page.file(page.path, anchors[dotted], code(name))
+        found += [(where, texts[title], dotted, item) for title in EXAMPLES if title in texts]
+    if found:
+        where, text, dotted, item = found[0]
+        if len(found) == 1 and text.count("\n") <= _MOST_LINES:
+            return f"Example of {where}:\n\n{markdown(text, page.linker(dotted, item))}"
+        return f"Docstrings with examples: {listed([entry[0] for entry in found])}."
     if public and page.facts.language == "Python" and not page.facts.tests:
         module, _, name = public[0][0].rpartition(".")
         line = fenced(f"from {module} import {name}", "python")
@@ -304,9 +298,9 @@ def related(page: Page) -> str:
     rows = [[page.file(path), escape(reason), page.book.summary(path)] for path, reason in found]
     if rows:
         return without_empty(["file", "why", "purpose"], rows)
-    return (
-        f"No other file imports it, is imported by it, tests it or lies in {page.folder(page.facts.folder)}."
-    )
+    others = len(page.library.folders[page.facts.folder].files) - 1
+    nearby = f"{page.folder(page.facts.folder)}, holds {counted(others, 'other file')}"
+    return f"No file imports it, is imported by it, tests it or links to it. Its folder, {nearby}."
 
 
 def references(page: Page) -> str:

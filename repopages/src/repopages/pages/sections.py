@@ -6,15 +6,16 @@ import re
 from collections import Counter
 
 from repopages.pages.api import EXAMPLES, detailed, example, value_of, without_empty
-from repopages.pages.book import Page, described, main_names, parse, unlinked
+from repopages.pages.book import Page, cut, described, main_items, parse, unlinked
 from repopages.pages.drawing import graph_of
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
-from repopages.pages.without_code import PARSED, nothing_found
+from repopages.pages.without_code import PARSED, not_searched
 from repopages.reading.docstrings import inline, markdown
 
 _REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `+(?P<name>[\w.]+)`+")
 _DIFFERENCES = "Differences from "
 _MOST_TEXT = 160
+_MOST_MAIN = 5
 _HUB = 10  # importers
 
 
@@ -89,11 +90,16 @@ def _silent(page: Page) -> str:
         )
     what = {"Python": "module docstring", "Markdown": "paragraph below a title", "JSON": "`description` key"}
     missing = what.get(facts.language, "comment at its top")
-    names = main_names(facts)
-    held = "Its keys" if facts.role == "data" else "It defines"
-    return f"The file has no {missing}" + (
-        f". {held}{':' if facts.role == 'data' else ''} {names}." if names else "."
-    )
+    items = main_items(facts)
+    if not items or facts.role == "data":
+        names = listed([code(item.name) for item in items], 8)
+        return f"The file has no {missing}" + (f". Its keys: {names}." if names else ".")
+    lines = []
+    for item in items[:_MOST_MAIN]:
+        summary = inline(cut(parse(item.doc).summary), page.linker(item.name, item))
+        lines.append(f"- {code(item.name)}" + (f": {summary}" if summary else ""))
+    more = f"\n- and {len(items) - _MOST_MAIN} more" if len(items) > _MOST_MAIN else ""
+    return f"The file has no {missing}. It defines:\n\n" + "\n".join(lines) + more
 
 
 def source(page: Page) -> str:
@@ -242,7 +248,7 @@ def analysis(page: Page) -> str:
         return "All of its keys are at the top, listed in the overview."
     if facts.name in ("__init__.py", "index.js", "index.ts") and page.library.imports(page.path):
         return "It defines nothing itself. The overview lists the names that it takes from other files."
-    return nothing_found(page, "definitions", "It defines nothing: its statements run when it is loaded.")
+    return not_searched(page, "definitions") or "It defines nothing: its statements run when it is loaded."
 
 
 def _document(page: Page) -> str:
@@ -285,20 +291,19 @@ def _roles(page: Page) -> list[str]:
     imported = {edge.target for edge in library.imports(page.path)} - {page.path}
     made = [_entry(page)]
     if facts.tests:
-        made.append(f"A test file with {counted(facts.tests, 'test')}.")
+        what = "A test file with" if facts.role == "test" else "It contains"
+        made.append(f"{what} {counted(facts.tests, 'test')}.")
     if importers:
         what = "A hub: it" if len(importers) >= _HUB else "It" if imported else "A leaf: it"
         imports = f"imports {counted(len(imported), 'file')}" if imported else "imports no file"
         made.append(f"{what} {imports} of the repository and is imported by {len(importers):,}.")
     elif imported:
         made.append(f"No file imports it, and it imports {counted(len(imported), 'file')} of the repository.")
+    elif facts.role in ("document", "data", "other"):
+        kind = {"document": "A document", "data": "Data"}.get(facts.role, "A file")
+        made.append(f"{kind} in {page.folder(facts.folder)}, which no source imports.")
     elif facts.imports:
         made.append("It imports only from outside the repository, and no file of the repository imports it.")
-    elif facts.role in ("document", "data", "other"):
-        made.append(
-            f"A {'file' if facts.role == 'other' else facts.role} in {page.folder(facts.folder)}, "
-            "which no source imports."
-        )
     else:
         made.append("It has no imports, and no file of the repository imports it.")
     both = sorted(importers & imported)

@@ -11,19 +11,52 @@ PARSED = ("Python", "C", "C++", "CUDA", "Rust", "Go", "JavaScript", "TypeScript"
 _SECRET = re.compile(r"(passw(or)?d|secret|token|credential|private_?key|api_?key)", re.IGNORECASE)
 
 
-def nothing_found(page: Page, sought: str, sentence: str) -> str:
-    """Return one line for a section of which nothing was found.
+_SOUGHT = {
+    "pattern": {
+        "Python": "generators, context managers, decorators, caches, data classes and the like",
+        "": "idioms of the language, such as concurrency, checked assumptions and resource handling",
+    },
+    "performance": {
+        "Python": "deep loops, copies, work repeated in loops, blocking and collective calls",
+        "": "loops nested 3 deep, and calls in loops that allocate, copy or compile",
+    },
+    "security": {
+        "Python": "processes, sockets, native code, pickles, evaluated text, written files, broad handlers",
+        "C": "unbounded reads and copies, commands, loaded code, sockets, temporary and written files",
+        "Rust": "unsafe code, unchecked values, processes, sockets and written files",
+        "Go": "processes, sockets, unsafe memory, written files, weak hashes and random numbers",
+        "JavaScript": "text run as code, HTML written into the page, processes, sockets, written files",
+        "Shell": "text run as code, downloads that are run, other users, removed files, sockets",
+    },
+}
+"""What syntax trees are searched for, by topic and language."""
 
-    Args:
-        page: The file's page.
-        sought: What the syntax tree is searched for.
-        sentence: The line for code that was searched.
-    """
+_LIKE = {"C++": "C", "CUDA": "C", "TypeScript": "JavaScript"}
+_WITHOUT = {"pattern": "idioms", "performance": "costly forms", "security": "unsafe effects"}
+
+
+def is_prose(page: Page) -> bool:
+    """Return whether a file is a document without code that runs. A notebook has such code."""
+    return (
+        page.facts.role == "document" and page.facts.language != "Notebook" and bool(page.facts.text.strip())
+    )
+
+
+def nothing_found(page: Page, topic: str) -> str:
+    """Return one line for a topic of which nothing was found: what was looked for, or why nothing was."""
+    sought, language = _SOUGHT[topic], page.facts.language
+    words = sought.get(_LIKE.get(language, language), sought.get("", sought["Python"]))
+    unread = f" A part was not understood: {escape(page.facts.problem)}." if page.facts.problem else ""
+    return not_searched(page, _WITHOUT[topic]) or f"Searched for {words}: none found.{unread}"
+
+
+def not_searched(page: Page, sought: str) -> str:
+    """Return why a file was not searched, or an empty text if it was."""
     facts = page.facts
     if facts.hidden or not facts.text.strip():
         return f"Not searched for {sought}: {escape(facts.hidden) if facts.hidden else 'the file is empty'}."
-    if facts.language in PARSED:
-        return f"{sentence} A part was not searched: {escape(facts.problem)}." if facts.problem else sentence
+    if facts.language in PARSED or facts.language == "Notebook":
+        return ""
     return f"Not searched for {sought}: {escape(facts.language)} is not parsed."
 
 
@@ -43,7 +76,7 @@ def data_safety(page: Page) -> str:
     found = [(name, item) for name, item in page.facts.walk() if _SECRET.search(item.name)]
     if not found:
         count = counted(sum(1 for _ in page.facts.walk()), "key")
-        return f"Its {count} were searched for names of credentials (password, secret, token, key): none."
+        return f"{count} searched for names of credentials (password, secret, token, key): none found."
     shown = [f"{code(name)} (line {page.line(item.line)})" for name, item in found]
     return f"Keys that are named like a credential: {listed(shown, 12)}."
 
@@ -55,7 +88,8 @@ def document_safety(page: Page) -> str:
     odd = [
         (target, line) for target, line in page.facts.links if re.match(r"(javascript|data|file):", target)
     ]
-    parts = [f"{counted(len(outside), 'link')} out of the repository"]
+    leaving = counted(len(outside), "link") if outside else "No link"
+    parts = [f"{leaving} out of the repository"]
     for what, held in (("not encrypted", open_), ("with a script, data or a local file", odd)):
         shown = [f"{code(target)} (line {page.line(line)})" for target, line in held]
         parts += [f"{counted(len(held), 'link')} {what}: {listed(shown, 6)}"] if held else []
