@@ -137,6 +137,7 @@ def test_a_part_of_torch_is_read() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_all_of_torch_and_the_standard_library_is_read() -> None:
     library = Path(ast.__file__).parent
     paths = [path for path in library.rglob("*.py") if "site-packages" not in path.parts and path.is_file()]
