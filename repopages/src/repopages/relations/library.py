@@ -210,7 +210,7 @@ class Library:
     def _is_foreign(self, dotted: str, path: str) -> bool:
         """Return whether a name starts with one that the file imports from outside."""
         first = dotted.partition(".")[0]
-        return first in self._modules.imported[path] or first in sys.stdlib_module_names
+        return first in self._modules.imported(path) or first in sys.stdlib_module_names
 
     def _find_plain(self, dotted: str, path: str) -> Place | None:
         """Return a definition of the file itself, or of a file that it imports."""

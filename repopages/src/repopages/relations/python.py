@@ -222,7 +222,7 @@ class Modules:
         """Return the file that `from package import module` names, unless the package defines that name."""
         if module is not None:
             known = entry.name in self._items(module) or (
-                module != importer and entry.name in self.imported[module]
+                module != importer and entry.name in self.imported(module)
             )
             if known or self._files[module].name not in _INITS:
                 return None
@@ -247,19 +247,21 @@ class Modules:
     def _items_of(self) -> dict[str, dict[str, Item]]:
         return {}
 
-    @cached_property
-    def imported(self) -> dict[str, dict[str, Import]]:
-        """The imports of each file by the local name. `import a.b` is there as "a" and as "a.b"."""
-        found: dict[str, dict[str, Import]] = {}
-        for path, facts in self._files.items():
-            local = found.setdefault(path, {})
-            for entry in facts.imports:
-                if entry.name == "*":
-                    continue
+    def imported(self, path: str) -> dict[str, Import]:
+        """Return the imports of a file by the local name, such as "a.b" for `import a.b`."""
+        found = self._imported.get(path)
+        if found is None:
+            found = self._imported[path] = {}
+            for entry in self._files[path].imports:
                 # An import at the top is the one that users of the module see.
-                if entry.local not in local or (local[entry.local].inside and not entry.inside):
-                    local[entry.local] = entry
+                known = found.get(entry.local)
+                if entry.name != "*" and (known is None or (known.inside and not entry.inside)):
+                    found[entry.local] = entry
         return found
+
+    @cached_property
+    def _imported(self) -> dict[str, dict[str, Import]]:
+        return {}
 
     @cached_property
     def _resolved(self) -> dict[tuple[str, str], Found | None]:
@@ -284,7 +286,7 @@ class Modules:
         name, _, rest = dotted.partition(".")
         item = self._items(path).get(name)
         # `x = None` before an import in `try` is a placeholder.
-        if item is not None and not (item.kind in ("variable", "constant") and name in self.imported[path]):
+        if item is not None and not (item.kind in ("variable", "constant") and name in self.imported(path)):
             return self._member(Found(path, name, item), rest, depth)
         if not depth:
             return None
@@ -308,7 +310,7 @@ class Modules:
 
         `a.b.c` after `import a.b` is `c` in module `a.b`: the longest import that fits.
         """
-        local = self.imported[path]
+        local = self.imported(path)
         parts = rest.split(".") if rest else []
         for count in range(len(parts), -1, -1):
             entry = local.get(".".join([name, *parts[:count]]))
