@@ -69,7 +69,7 @@ def public() -> dict[str, tuple[str, str, Item]]:
         for name, inner, item in library().public(path):
             module, _, last = name.rpartition(".")
             exports = library().files[sources()[module]].exports if module in sources() else None
-            if last in (exports or ()) or (exports is None and module in drop_in and "." not in inner):
+            if last in (exports or ()) or (not exports and module in drop_in and "." not in inner):
                 found[name] = (path, inner, item)
     return found
 
