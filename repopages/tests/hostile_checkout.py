@@ -66,7 +66,7 @@ FILES = {
     "docs/page.md": "# Page\n\n## Two\n\n[readme](../README.md) [self](page.md#two) [gone](gone.md)\n",
     "docs/deep.md": f"# Deep\n\n{'>' * 3000} x\n\n{'[' * 3000}{'*' * 3000}\n",
     "docs/empty.md": "",
-    "docs/odd.md": '<h1 align="center">Odd</h1>\n\n#\n\n- [ ] \n\n---\n---\n\n[^a]\n\n```nosuchlanguage\nx\n```\n',
+    "docs/odd.md": '<h1 align="center">Odd</h1>\n\n#\n\n- [ ] \n\n---\n---\n\n[^a]\n\n```nosuch\nx\n```\n',
     "docs/pic.svg": '<svg xmlns="http://www.w3.org/2000/svg"><script>alert("svg")</script></svg>',
     "src/a b#.py": 'x = 1\n"""</pre><script>alert(99)</script> {{ 7*7 }}"""\n',
     "src/100%?.py": 'def percent():\n    """Do <script>alert(98)</script> [x](javascript:alert(97))."""\n',

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 from hostile_checkout import write_hostile
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Dialog, Page, expect, sync_playwright
 from repopages.relations.library import open_library
 
 pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")
@@ -65,12 +65,16 @@ def noise() -> list[str]:
 
 
 def opened(browser: Browser, path: Path, noise: list[str], *, width: int = 1280, dark: bool = False) -> Page:
+    def dismiss(dialog: Dialog) -> None:
+        noise.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     page = browser.new_page(
         viewport={"width": width, "height": 850}, color_scheme="dark" if dark else "light"
     )
     page.on("console", lambda message: noise.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: noise.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (noise.append(f"dialog: {dialog.message}"), dialog.dismiss())[1])
+    page.on("dialog", dismiss)
     page.on(
         "request",
         lambda request: None if request.url.startswith(("file:", "data:")) else noise.append(request.url),
@@ -117,11 +121,7 @@ def test_a_page_shows_its_source_and_a_link_leads_to_a_line(
     assert target
     link.click()
     assert page.url.endswith(target)
-    line = page.locator(f"[id='{target[1:]}'] + a")
-    assert line.is_visible()
-    box = line.bounding_box()
-    assert box is not None
-    assert 0 <= box["y"] <= 850, "the line is not on the screen"
+    expect(page.locator(f"[id='{target[1:]}'] + a")).to_be_in_viewport()
     assert noise == []
     page.close()
 
