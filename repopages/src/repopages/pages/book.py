@@ -212,7 +212,7 @@ class Page:
     def line(self, line: int, text: str = "", path: str = "") -> str:
         """Return the number of a line, or other Markdown, with a link if lines have addresses."""
         facts = self.library.files[path or self.path]
-        target = self.book.dialect.line(self.here, facts, line) if facts.text else ""
+        target = self.book.dialect.line(self.here, facts, line) if facts.text.strip() else ""
         return link(text or str(line), target)
 
     def lines(self, numbers: list[int], most: int = 6) -> str:
