@@ -38,7 +38,7 @@ test-all: test .venv/.integrations
 
 # The documentation as a site, without a warning, by the tool in repopages/: site/index.html. It works offline.
 docs: $(READY)
-	$(BIN)/repopages build src/thinwire --out site --strict
+	$(BIN)/repopages build . --out site --strict
 
 # What would be released: built, checked, installed in an empty environment, and run there.
 dist: $(READY)
