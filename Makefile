@@ -20,8 +20,10 @@ demo: $(READY)
 WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
+# The shadow device is compiled meanwhile, on a clean checkout: tests that need it wait for it, the others do not.
 test: lint system
-	$(PYTEST) -m "not slow" --ignore tests/integrations --ignore src/thinwire/integrations
+	$(BIN)/python -m tests.shadow.device & \
+	    $(PYTEST) -m "not slow" --ignore tests/integrations --ignore src/thinwire/integrations
 
 # After `make test`, the tests that are marked as slow and those in the frameworks (Accelerate, HF Trainer, Lightning,
 # Fabric, Ray, torchft), which are an extra of 600 MB. `make test test-all` runs no test twice.
@@ -36,7 +38,7 @@ test-all: test .venv/.integrations
 
 # The documentation as a site, without a warning, by the tool in repopages/: site/index.html. It works offline.
 docs: $(READY)
-	$(BIN)/repopages build src/thinwire --out site --strict
+	$(BIN)/repopages build . --out site --strict
 
 # What would be released: built, checked, installed in an empty environment, and run there.
 dist: $(READY)

@@ -32,7 +32,8 @@ def two_stages(
         gradients[bucket + 2].add(1)
     mean = yield AllReduce(mean)
     log.append((f"decode {bucket}", current()))
-    return mean.mul(2)
+    result: torch.Tensor = mean.mul(2)
+    return result
 
 
 def run(rank: int, world_size: int) -> tuple[list[tuple[str, int]], list[str], int, Any]:
@@ -40,7 +41,8 @@ def run(rank: int, world_size: int) -> tuple[list[tuple[str, int]], list[str], i
     shadow = torch.device("shadow", 0)
     communicator = GroupCommunicator(dist.group.WORLD, timedelta(seconds=120))
     communicator.open()
-    engine, log = Engine(communicator, device=shadow), []
+    engine = Engine(communicator, device=shadow)
+    log: list[tuple[str, int]] = []
     gradients = [torch.zeros(4, device=shadow) for _ in range(3)]
     device.reset()
     for bucket, gradient in enumerate(gradients):

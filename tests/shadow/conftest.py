@@ -1,3 +1,3 @@
-"""Pytest imports modules for their doctests, and this one would register the device in its process."""
+"""Pytest imports modules for their doctests, and these would register the device in its process."""
 
-collect_ignore = ["registered.py"]
+collect_ignore = ["planted.py", "registered.py"]

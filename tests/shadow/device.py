@@ -160,3 +160,7 @@ def _split_from_world(options: Any) -> None:
     store = PrefixStore(f"split {store.add(f'splits of rank {world.rank()}', 1)}", store)
     store.set(str(world.rank()), "")
     store.wait([str(rank) for rank in range(world.size())], options.timeout)
+
+
+if __name__ == "__main__":
+    print(unavailable() or library())  # noqa: T201

@@ -340,13 +340,11 @@ class Found:
         parameters: The parameters after training on the shadow device.
         difference: The largest difference of a parameter or buffer from training on the CPU.
         races: The races on the shadow device.
-        waits: What the host waited for on it, and how often.
     """
 
     parameters: torch.Tensor
     difference: float
     races: list[str]
-    waits: dict[str, int]
 
 
 def run(rank: int, world_size: int, name: str) -> Found:
@@ -354,9 +352,8 @@ def run(rank: int, world_size: int, name: str) -> Found:
     on_cpu = trained(name, "cpu", rank)
     device.reset()
     on_shadow = trained(name, "shadow", rank)
-    waits = {what: count for what, count in device.operations().items() if what.startswith("host waits")}
     difference = max(float((own - other).abs().max()) for own, other in zip(on_shadow, on_cpu, strict=True))
-    return Found(on_shadow[0], difference, device.races(), waits)
+    return Found(on_shadow[0], difference, device.races())
 
 
 def trained(name: str, where: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

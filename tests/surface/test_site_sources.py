@@ -1,152 +1,187 @@
-"""thinwire's site, built by repopages: every public name once, every section filled, no warning."""
+"""thinwire's site, built by repopages: every file and every public name, every section filled, no warning."""
 
 import inspect
+import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
-from repopages.pages.book import Book
+from repopages.pages.book import SECTIONS, Book, Keyword, Page
+from repopages.pages.dialect import GitHub
+from repopages.pages.indexes import llms_text
 from repopages.pages.keywords import all_keywords
-from repopages.pages.layout import SECTIONS, index_page, llms_text, module_page
+from repopages.pages.layout import file_text
 from repopages.reading.docstrings import parse
-from repopages.reading.project import Page, Project
-from repopages.reading.relations import document_of
-from repopages.site.build import build, write_sources
+from repopages.reading.model import Item
+from repopages.relations.library import Library, open_library
 
 import thinwire
 from tests.surface.test_surface import ARRIVED
 
 ROOT = Path(__file__).parents[2]
-BOOK = Book(Project.find(str(ROOT / "src" / "thinwire")))
-PAGES = BOOK.project.pages
+PACKAGE = "src/thinwire/"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPOPAGES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        library()  # read once, by all tests
 
 
 @cache
-def text_of(page: Page) -> str:
-    return module_page(BOOK, page)
+def library() -> Library:
+    return open_library(str(ROOT), exclude=["/site/"])
 
 
-def directives(text: str) -> list[str]:
-    """The full names that a page documents."""
-    found = re.findall(r"^:{6}\{py:\w+\} (\w+).*\n:module: (.*)$", text, flags=re.M)
-    return [f"{module}.{name}" for name, module in found]
+@cache
+def book() -> Book:
+    return Book(library(), GitHub())
 
 
-def exported() -> list[str]:
-    """Every name of every `__all__`."""
-    return [
-        f"{module.name}.{name}" for module in BOOK.project.modules.values() for name in module.exports or ()
-    ]
+@cache
+def text_of(path: str) -> str:
+    return file_text(Page(book(), path))
+
+
+@cache
+def keywords() -> list[Keyword]:
+    return all_keywords(book())
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The path of every module of the package, by its name."""
+    return {
+        library().module(path): path
+        for path in library().files
+        if path.startswith(PACKAGE) and path.endswith(".py")
+    }
+
+
+@cache
+def public() -> dict[str, tuple[str, str, Item]]:
+    """Path, dotted name in the file and definition of every public name: exported, or of a drop-in module."""
+    found = {}
+    drop_in = {f"thinwire.{module.removeprefix('algorithms.')}" for module in ARRIVED}
+    for path in sources().values():
+        for name, inner, item in library().public(path):
+            module, _, last = name.rpartition(".")
+            exports = library().files[sources()[module]].exports if module in sources() else None
+            if last in (exports or ()) or (not exports and module in drop_in and "." not in inner):
+                found[name] = (path, inner, item)
+    return found
+
+
+def test_every_file_of_the_package_is_documented() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")}
+    assert files == set(sources().values())
+    assert {
+        "Makefile",
+        "pyproject.toml",
+        "docs/api.md",
+        ".github/workflows/docs.yml",
+    } <= library().files.keys()
 
 
 def test_every_exported_name_is_documented_exactly_once_and_in_the_index() -> None:
-    documented = [name for page in PAGES for name in directives(text_of(page))]
-    assert len(documented) == len(set(documented))
-    entry_of = {name: entry for entry in BOOK.project.entries for name in (entry.name, *entry.aliases)}
-    assert [name for name in exported() if name not in entry_of] == []
-    words = {keyword.word for keyword in all_keywords(BOOK)}
-    for name in exported():
-        assert documented.count(entry_of[name].name) == 1, name
-        assert name.rpartition(".")[2] in words
+    exported = {
+        f"{module}.{name}"
+        for module, path in sources().items()
+        for name in library().files[path].exports or ()
+    }
+    words = {keyword.word for keyword in keywords()}
+    for name in exported:
+        module, _, last = name.rpartition(".")
+        place = library().find(last, sources()[module])
+        assert place is not None, name
+        if place.name:  # not a module
+            anchor = book().anchors(place.path)[place.name]
+            assert text_of(place.path).count(f'<a id="{anchor}"></a>') == 1, name
+        assert last in words, name
 
 
 def test_the_public_names_are_those_of_the_package() -> None:
-    names = {name for entry in BOOK.project.entries for name in (entry.name, *entry.aliases)}
+    names = set(public()) | set(sources())
     assert {f"thinwire.{name}" for name in thinwire.__all__} <= names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_page_has_every_section_and_none_is_empty(page: Page) -> None:
-    text = text_of(page)
-    parts = re.split(r"^## (.*)$", text, flags=re.M)
-    titles, bodies = parts[1::2], parts[2::2]
-    assert [title for title in titles if not title.startswith("Switch from ")] == [*SECTIONS, "Keywords"]
-    for title, body in zip(titles, bodies, strict=True):
-        assert len(re.sub(r"[\s|`:-]", "", body)) > 10, f"{title} is empty"
-    assert "| |" not in text.replace("|  |  |", ""), "a table has an empty cell"
+@pytest.mark.parametrize("role", ["source", "test", "document", "data", "other"])
+def test_every_page_has_every_section_and_none_is_empty(role: str) -> None:
+    paths = [path for path, facts in library().files.items() if facts.role == role]
+    assert paths
+    for path in paths:
+        text = text_of(path)
+        parts = re.split(
+            r"^## (.*)$", re.sub(r"^(`{3,}).*?^\1$", "code of it", text, flags=re.M | re.S), flags=re.M
+        )
+        assert parts[1::2] == [*SECTIONS, "Keywords"], path
+        for title, body in zip(parts[1::2], parts[2::2], strict=True):
+            assert len(re.sub(r"[\s|`:-]", "", body)) > 2, f"{title} of {path} is empty"
 
 
 @pytest.mark.parametrize("module", ARRIVED)
 def test_pages_of_torchs_modules_say_what_differs_and_how_to_switch(module: str) -> None:
-    ours = f"thinwire.{module.removeprefix('algorithms.')}"
-    text = text_of(BOOK.project.page_of[ours])
-    switch = text.split("## Switch from torch\n")[1].split("\n## ")[0]
+    text = text_of(sources()[f"thinwire.{module.removeprefix('algorithms.')}"])
+    switch = text.split("### Switch from torch\n")[1].split("\n## ")[0]
     assert "# before\nfrom torch.distributed" in switch
     assert "# after\nfrom thinwire" in switch
 
 
-def test_every_module_and_every_page_of_the_checkout_can_be_reached_from_the_start() -> None:
-    index = index_page(BOOK)
-    for page in PAGES:
-        assert f"</{page.document}>" in index
-    for path in ROOT.glob("docs/**/*.md"):
-        assert f"/{document_of(path.relative_to(ROOT).as_posix())}" in index or path.name == "README.md"
-    assert {module.name for page in PAGES for module in page.modules} == set(BOOK.project.modules)
-
-
 def test_keywords_lead_to_sections_that_exist_and_concepts_to_the_glossary() -> None:
-    found = all_keywords(BOOK)
-    pages = {page.document: page for page in PAGES}
-    for keyword in found:
-        if keyword.page in pages and keyword.kind in ("function", "class", "method", "property", "exception"):
-            sections = {"overview", "purpose"} | {"dependencies"}
-            anchors = directives(text_of(pages[keyword.page]))
-            known = keyword.anchor in sections or keyword.anchor.startswith("module-")
-            assert known or keyword.anchor in anchors or keyword.anchor.rpartition(".")[0] in anchors, keyword
-    residual = [keyword for keyword in found if keyword.word == "residual" and keyword.kind == "concept"]
-    assert any(keyword.page == "docs/glossary" for keyword in residual)
+    found = [keyword for keyword in keywords() if keyword.path.startswith(PACKAGE)]
+    for path in sources().values():
+        text = text_of(path)
+        headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+        anchors = {title.lower().replace(" ", "-") for title in headings} | set(
+            re.findall(r'<a id="([^"]*)"', text)
+        )
+        lost = [keyword for keyword in found if keyword.path == path and keyword.anchor not in anchors]
+        assert lost == []
+    residual = [keyword for keyword in keywords() if keyword.word.lower() == "residual"]
+    assert any(keyword.path == "docs/glossary.md" for keyword in residual)
     (hook,) = [keyword for keyword in found if keyword.word == "powerSGD_hook" and keyword.kind == "function"]
-    assert hook.url == (
-        "modules/thinwire.ddp_comm_hooks.powerSGD_hook.html"
-        "#thinwire.ddp_comm_hooks.powerSGD_hook.powerSGD_hook"
+    assert hook.url("files/", ".html") == (
+        "files/src/thinwire/ddp_comm_hooks/powerSGD_hook.py_docs.html#powerSGD_hook"
     )
 
 
-def test_assistants_get_every_page_with_a_line() -> None:
-    text = llms_text(BOOK)
-    assert text.startswith("# thinwire\n\n> Fast and safe")
-    assert all(f"[{page.name}]({page.document}.html): " in text for page in PAGES)
+def test_assistants_get_every_page() -> None:
+    text = llms_text(book())
+    assert text.startswith("# ")
+    assert all(f"({path}_docs.md)" in text for path in sources().values())
 
 
 def test_the_api_page_has_every_public_name_with_its_summary() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (ROOT / "docs/api.md").read_text(), flags=re.M))
-    entries = {entry.name.removeprefix("thinwire."): entry.item for entry in BOOK.project.entries}
+    entries = {name.removeprefix("thinwire."): item for name, (_, _, item) in public().items()}
     expected = {name: parse(item.doc).summary for name, item in entries.items() if item.doc}
     assert {name: rows.get(name) for name in expected} == expected
     assert rows.keys() == entries.keys()
 
 
-def test_the_readme_is_the_start_page(tmp_path: Path) -> None:
-    write_sources(BOOK, tmp_path / "sources")
-    index = (tmp_path / "sources" / "index.md").read_text()
-    assert index.startswith("# thinwire\n")
-    assert "## Two commands" in index
-    assert "{toctree}" in index
-    assert not (tmp_path / "sources" / "README.md").exists()
-    assert "{py:obj}`Int8 <thinwire.Int8>`" in (tmp_path / "sources" / "docs" / "api.md").read_text()
-
-
-def test_the_package_has_public_names_and_internal_modules_are_not_listed_as_public() -> None:
-    (package,) = (page for page in PAGES if page.name == "thinwire")
-    assert re.search(r"\| public names \| \d+ that its modules define \|", text_of(package))
-    public = {page.name for page in PAGES if not page.internal}
-    assert {"thinwire.attach", "thinwire.telemetry.sinks", "thinwire.integrations.accelerate"} <= public
-    assert not public & {"thinwire.step.options", "thinwire.plan.units", "thinwire.models.fsdp.internals"}
-
-
 def test_a_signature_has_the_options_of_the_base_class() -> None:
-    (diloco,) = (entry.item for entry in BOOK.project.entries if entry.name == "thinwire.DiLoCo")
+    path, inner, diloco = public()["thinwire.DiLoCo"]
     options = tuple(inspect.signature(thinwire.DiLoCo).parameters)
     assert diloco.parameters == options
     assert "warmup_steps" in options
     assert "program: Program = Exact()" in diloco.signature
+    assert f'<a id="{inner}"></a>' in text_of(path)
 
 
-@pytest.mark.slow  # half a minute of Sphinx
+@pytest.mark.slow  # a minute of Sphinx
 def test_the_site_is_built_without_a_warning_or_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="the site is built with Sphinx, which needs Python 3.11")
-    built = build(str(ROOT / "src" / "thinwire"), tmp_path / "site")
+    from repopages.site.build import build
+
+    built = build(library(), tmp_path / "site")
     assert built.warnings == ()
-    assert built.pages > 60
-    assert built.keywords > 2000
+    assert built.missing == ()
+    assert built.pages > 600
+    assert built.keywords > 20_000
+    start = (tmp_path / "site" / "index.html").read_text()
+    assert "<h1>thinwire" in start
+    assert "Two commands" in start
+    found = json.loads((tmp_path / "site" / "keywords.json").read_text())["keywords"]
+    assert {name.rpartition(".")[2] for name in public()} <= {entry["word"] for entry in found}

@@ -2,8 +2,8 @@
 
 torch gives a freed tensor's memory to the next tensor of the stream that allocated it. If another stream
 still uses it, that stream must be recorded, or the allocating stream must wait for it before the tensor is
-freed. On the CPU everything here is a no-op. `tests/engine/test_streams.py` checks it against a model of
-streams, events and memory.
+freed. On the CPU everything here is a no-op. `tests/shadow/test_sabotage.py` removes each precaution, and
+a device that finds races reports it.
 """
 
 import contextlib

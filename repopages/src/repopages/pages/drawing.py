@@ -1,25 +1,89 @@
-"""A small drawing of a page's neighbours: importers on the left, imports on the right."""
+"""A small drawing of neighbours: importers on the left, imports on the right."""
 
+import posixpath
+from collections.abc import Callable, Iterator
 from html import escape
 
-_ROW, _WIDTH, _BOX, _GAP, _MOST = 30, 760, 210, 65, 8
+from repopages.pages.addresses import file_page, folder_page, relative
+from repopages.pages.dialect import Dialect, Graph
+from repopages.pages.markup import shown
+from repopages.relations.library import Library
+
+_ROW, _WIDTH, _BOX, _MOST = 30, 760, 210, 8
 
 
-def neighbours(name: str, importers: dict[str, str], imported: dict[str, str]) -> str:
-    """Return an SVG of a module between those that import it and those that it imports.
+def graph_of(library: Library, dialect: Dialect, path: str) -> Graph | None:
+    """Return the neighbours of a file, or None if it has none."""
+    left = {edge.source for edge in library.importers(path)} - {path}
+    right = {edge.target for edge in library.imports(path)} - {path}
+    return _graph(dialect, path, left, right, file_page)
 
-    Args:
-        name: The module in the middle.
-        importers: Link of each module on the left.
-        imported: Link of each module on the right.
+
+def folder_graph(library: Library, dialect: Dialect, folder: str) -> Graph | None:
+    """Return the folders that import from a folder and those that it imports from, or None without any.
+
+    All files below a folder count as the folder.
     """
-    left, right = _column(importers), _column(imported)
+    left, right = set[str](), set[str]()
+    for path in files_below(library, folder):
+        left |= {beside(edge.source, folder) for edge in library.importers(path)}
+        right |= {beside(edge.target, folder) for edge in library.imports(path)}
+    return _graph(dialect, folder, left - {folder}, right - {folder}, folder_page)
+
+
+def files_below(library: Library, folder: str) -> Iterator[str]:
+    """Yield the files in a folder and in all folders below it."""
+    yield from library.folders[folder].files
+    for inner in library.folders[folder].folders:
+        yield from files_below(library, inner)
+
+
+def beside(path: str, folder: str) -> str:
+    """Return the folder of a file on the level where its path leaves that of `folder`."""
+    if not folder or path.startswith(f"{folder}/"):
+        return folder
+    here, there = folder.split("/"), path.split("/")[:-1]
+    common = next(
+        (depth for depth, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]),
+        min(len(here), len(there)),
+    )
+    return "/".join(there[: common + 1])
+
+
+def _graph(
+    dialect: Dialect, path: str, left: set[str], right: set[str], address: Callable[[str], str]
+) -> Graph | None:
+    if not left and not right:
+        return None
+    # Labels are short: without the folders that all of them have in common.
+    shared = posixpath.commonpath([posixpath.dirname(name) for name in (path, *left, *right)])
+    here = dialect.top + address(path)
+
+    def boxes(names: set[str]) -> tuple[tuple[str, str], ...]:
+        listed = sorted(names)
+        kept = listed if len(listed) <= _MOST else listed[: _MOST - 1]
+        made = [
+            (_label(name, shared), relative(here, dialect.top + address(name) + dialect.suffix))
+            for name in kept
+        ]
+        more = len(listed) - len(kept)
+        rest = "#dependencies" if address is file_page else ""  # the page of a folder lists no imports
+        return (*made, (f"and {more} more", rest)) if more else tuple(made)
+
+    return Graph(path=path, name=_label(path, shared), left=boxes(left), right=boxes(right))
+
+
+def _label(name: str, shared: str) -> str:
+    return shown(posixpath.relpath(name, shared) if shared and name else name or "the root")
+
+
+def svg(graph: Graph) -> str:
+    """Return the drawing of a graph, with links."""
+    left, right = graph.left, graph.right
     height = _ROW * max(len(left), len(right), 1) + 36
     middle = 18 + (height - 36) / 2
-    parts = [
-        f'<svg class="neighbours" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{escape(f"{len(importers)} importers and {len(imported)} imports of {name}")}">'
-    ]
+    label = escape(f"{len(left)} importers and {len(right)} imports of {graph.name}")
+    parts = [f'<svg class="neighbours" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{label}">']
     if left:
         parts.append(f'<text class="head" x="{_BOX / 2}" y="12">imported by</text>')
     if right:
@@ -29,18 +93,11 @@ def neighbours(name: str, importers: dict[str, str], imported: dict[str, str]) -
         parts += [_line(_BOX, y, centre, middle), _box(0, y, label, link)]
     for label, link, y in _placed(right, height):
         parts += [_line(centre + _BOX, middle, _WIDTH - _BOX, y), _box(_WIDTH - _BOX, y, label, link)]
-    parts.append(_box(centre, middle, name, "", extra=" here"))
+    parts.append(_box(centre, middle, graph.name, "", extra=" here"))
     return "".join([*parts, "</svg>"])
 
 
-def _column(links: dict[str, str]) -> list[tuple[str, str]]:
-    listed = sorted(links.items())
-    if len(listed) <= _MOST:
-        return listed
-    return [*listed[: _MOST - 1], (f"and {len(listed) - _MOST + 1} more", "#dependencies")]
-
-
-def _placed(column: list[tuple[str, str]], height: float) -> list[tuple[str, str, float]]:
+def _placed(column: tuple[tuple[str, str], ...], height: float) -> list[tuple[str, str, float]]:
     top = 18 + (height - 36 - _ROW * len(column)) / 2
     return [(label, link, top + _ROW * (row + 0.5)) for row, (label, link) in enumerate(column)]
 

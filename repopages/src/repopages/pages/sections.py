@@ -1,218 +1,330 @@
-"""The sections of a page that describe a module: metadata, purpose, overview, API, architecture, source."""
+"""The sections of a page that describe a file: metadata, purpose, source, overview, architecture."""
 
+import mimetypes
+import posixpath
 import re
+from collections import Counter
 
-from repopages.pages.api import described
-from repopages.pages.book import Book, counted, table
-from repopages.pages.drawing import neighbours
-from repopages.reading.docstrings import code, inline, markdown, parse
-from repopages.reading.project import Page
-from repopages.reading.source import Item, Module
+from repopages.pages.api import EXAMPLES, detailed, example, value_of, without_empty
+from repopages.pages.book import Page, cut, described, main_items, parse, unlinked
+from repopages.pages.drawing import graph_of
+from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
+from repopages.pages.without_code import PARSED, not_searched
+from repopages.reading.docstrings import inline, markdown
 
-DIFFERENCES = "Differences from "
+_REPLACES = re.compile(r"(?:Drop-in replacement for|Replaces) `+(?P<name>[\w.]+)`+")
+_DIFFERENCES = "Differences from "
+_MOST_TEXT = 160
+_MOST_MAIN = 5
+_HUB = 10  # importers
 
 
-def metadata(book: Book, page: Page) -> str:
-    """Return path, size, tests and neighbours as a table."""
-    modules, entries = page.modules, book.entries(page)
-    tests = book.relations.using(book.relations.tests, [module.name for module in modules])
-    importers, imported = book.neighbours(page)
-    path = book.source_link(page.main, book.project.shown_path(page.main))
-    if len(modules) > 1:
-        path += f" and {counted(len(modules) - 1, 'module')} described here"
-    size = sum(len(module.text.encode()) for module in modules) / 1024
-    count = sum(program.tests for program in tests)
+def metadata(page: Page) -> str:
+    """Return path, size, language and neighbours as a table."""
+    facts, library = page.facts, page.library
+    extension = posixpath.splitext(facts.name)[1]
+    module, tests = library.module(page.path), library.tests(page.path)
+    importers, imported = library.importers(page.path), library.imports(page.path)
+    has_code = facts.role in ("source", "test") and facts.language in PARSED
+    media = mimetypes.guess_type(facts.name)[0] if facts.language == "Binary" else ""
     rows = [
-        ["path", path],
-        ["size", f"{counted(sum(module.lines for module in modules), 'line')}, {size:.1f} KB"],
-        ["kind", "internal package" if page.internal and len(modules) > 1 else _kind(book, page)],
-        ["public names", _public_names(page, len(entries))],
-        [
-            "tests",
-            f"{count:,} in {counted(len(tests), 'file')} use it directly"
-            if tests
-            else "none use it directly",
-        ],
-        ["imports", f"{counted(len(imported), 'page')}; imported by {len(importers)}"],
+        ["path", page.line(1, code(page.path))],
+        ["size", _size(facts.size)],
+        ["lines", f"{facts.lines:,}" if facts.text or not facts.size else ""],
+        ["language", escape(facts.language)],
+        ["type", facts.role],
+        ["media type", code(media) if media else ""],
+        ["extension", code(extension) if extension else "none"],
+        ["encoding", escape(facts.encoding) if facts.encoding else "none, it is not text"],
+        ["module", code(module) if module else ""],
+        ["definitions", _kinds(page)],
+        ["imports", counted(len(imported), "file") + " of this repository" if has_code else ""],
+        ["imported by", counted(len(importers), "file") if importers or has_code else ""],
+        ["tests", f"{facts.tests:,} in this file" if facts.tests else ""],
+        ["tested by", counted(len(tests), "file") if tests else ""],
+        ["not understood", escape(facts.problem)],
     ]
-    return table(["", ""], rows)
+    return table(["", ""], [row for row in rows if row[1]])
 
 
-def _public_names(page: Page, own: int) -> str:
-    """Return how many public names a page documents, and how many a package takes from its modules."""
-    exported = len(page.main.exports or ()) - own if page.main.is_package else 0
-    parts = [str(own)] if own else []
-    parts += [f"{exported} that its modules define"] if exported > 0 else []
-    return ", ".join(parts) or "none"
+def _size(size: int) -> str:
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name} ({size:,} bytes)"
+    return counted(size, "byte")
 
 
-def _kind(book: Book, page: Page) -> str:
-    replaced = book.replaced(page.main)
-    if replaced:
-        return f"drop-in replacement for `{replaced}`"
-    if page.main.is_package:
-        return "package"
-    return "module of an internal package; its public names are re-exported" if page.internal else "module"
-
-
-def purpose(book: Book, page: Page) -> str:
-    """Return the first paragraph of the docstring."""
-    summary = book.doc(page.main).summary
-    return inline(summary, book.names.linker(page.main)) if summary else "The module has no docstring."
-
-
-def overview(book: Book, page: Page) -> str:
-    """Return the rest of the docstring, then the definitions of the page's modules."""
-    link = book.names.linker(page.main)
-    parts = [markdown(story(book.doc(page.main).body)[0], link)]
-    parts += [code(text) for text in _examples(book, page.main)]
-    entries = book.entries(page)
-    if entries:
-        rows = [
-            [
-                f"{{py:obj}}`{entry.item.name} <{entry.name}>`",
-                entry.item.kind,
-                _summary(book, page.main, entry.item),
-            ]
-            for entry in entries
-        ]
-        parts.append(table(["public name", "kind", "summary"], rows))
-    if page.main.exports and page.main.is_package:
-        parts.append(_exported(book, page))
-    parts += [
-        _inside(book, page, module)
-        for module in page.modules
-        if book.other_items(module) or module is not page.main
-    ]
-    children = [child for child in book.project.pages if child.name.rpartition(".")[0] == page.name]
-    if children:
-        listed = "\n".join(f"- {book.page_link(child.name)}: {purpose(book, child)}" for child in children)
-        parts.append(f"Modules with a page of their own:\n\n{listed}")
-    return "\n\n".join(part for part in parts if part) or "The module defines nothing."
-
-
-def _examples(book: Book, module: Module) -> list[str]:
-    texts = book.doc(module).texts
-    return [texts[title] for title in ("example", "examples", "usage") if title in texts]
-
-
-def _exported(book: Book, page: Page) -> str:
-    """Return the names that a package re-exports, by the module that defines them."""
-    grouped: dict[str, list[str]] = {}
-    for entry in book.project.entries:
-        for name in (entry.name, *entry.aliases):
-            if name.rpartition(".")[0] == page.name and entry.module is not page.main:
-                grouped.setdefault(entry.module.name, []).append(
-                    f"{{py:obj}}`{name.rpartition('.')[2]} <{entry.name}>`"
-                )
-    rows = [[book.page_link(module), ", ".join(names)] for module, names in sorted(grouped.items())]
-    return table(["defined in", "public names"], rows) if rows else ""
-
-
-def _inside(book: Book, page: Page, module: Module) -> str:
-    """Return the names of a module that are not public, as a table."""
-    rows = [
-        [book.source_link(module, item.name, item.line), item.kind, _summary(book, module, item)]
-        for item in book.other_items(module)
-    ]
-    listed = table(["name", "kind", "summary"], rows) if rows else "It defines no functions or classes."
-    if module is page.main:
-        count = counted(len(rows), "name")
-        return f"<details><summary>{count} for internal use</summary>\n\n{listed}\n\n</details>"
-    link = book.names.linker(module)
-    summary = inline(book.doc(module).summary or "No docstring.", link)
-    body = markdown(story(book.doc(module).body)[0], link)
-    target = f"({anchor_of(module)})="
-    return "\n\n".join(
-        part for part in (target, f"### {book.short(module.name)}", summary, body, listed) if part
+def _kinds(page: Page) -> str:
+    """Return how many definitions of each kind a file has, nested ones too."""
+    counts = Counter(item.kind for _, item in page.facts.walk())
+    return ", ".join(
+        counted(
+            number,
+            kind,
+            f"{kind}es" if kind.endswith("s") else kind[:-1] + "ies" if kind.endswith("ty") else "",
+        )
+        for kind, number in counts.most_common()
     )
 
 
-def anchor_of(module: Module) -> str:
-    """Return the anchor of a module that is described on the page of its package."""
-    return "module-" + re.sub(r"[^a-z0-9]+", "-", module.name.lower())
+def purpose(page: Page) -> str:
+    """Return the first paragraph of a docstring, a comment or a document."""
+    facts = page.facts
+    text, where = described(facts)
+    if text and where not in ("docstring", "comment", "first paragraph", "title"):
+        return f"{inline(text, unlinked)} (its key {code(where)})"
+    return inline(text, page.linker()) if text else _silent(page)
 
 
-def _summary(book: Book, module: Module, item: Item) -> str:
-    return inline(parse(item.doc).summary, book.names.linker(module)) or "-"
+def _silent(page: Page) -> str:
+    """Return one line about a file that says nothing of its purpose."""
+    facts = page.facts
+    if facts.hidden:
+        media = mimetypes.guess_type(facts.name)[0]
+        kind = f" of type {code(media)}" if media and facts.language == "Binary" else ""
+        return f"{escape(facts.hidden[:1].upper() + facts.hidden[1:])}{kind}, so its content was not read."
+    if not facts.text.strip():
+        is_package = facts.name == "__init__.py"
+        return "An empty file" + (
+            f", which makes {page.folder(facts.folder)} a package." if is_package else "."
+        )
+    what = {"Python": "module docstring", "Markdown": "paragraph below a title", "JSON": "`description` key"}
+    missing = what.get(facts.language, "comment at its top")
+    items = main_items(facts)
+    if not items or facts.role == "data":
+        names = listed([code(item.name) for item in items], 8)
+        return f"The file has no {missing}" + (f". Its keys: {names}." if names else ".")
+    lines = []
+    for item in items[:_MOST_MAIN]:
+        summary = inline(cut(parse(item.doc).summary), page.linker(item.name, item))
+        lines.append(f"- {code(item.name)}" + (f": {summary}" if summary else ""))
+    more = f"\n- and {len(items) - _MOST_MAIN} more" if len(items) > _MOST_MAIN else ""
+    return f"The file has no {missing}. It defines:\n\n" + "\n".join(lines) + more
+
+
+def source(page: Page) -> str:
+    """Return the text of the file, or why it is not shown."""
+    facts = page.facts
+    if facts.hidden:
+        return f"Not shown: {escape(facts.hidden)}."
+    return page.book.dialect.listing(facts) if facts.text.strip() else "The file is empty."
+
+
+def overview(page: Page) -> str:
+    """Return the rest of the docstring, then the definitions, headings or keys at the top of the file."""
+    link, doc = page.linker(), page.doc
+    parts = []
+    if page.facts.role != "document":
+        parts += [markdown(story(doc.body)[0], link)]
+        parts += [example(doc.texts[title], link) for title in EXAMPLES if title in doc.texts]
+        parts.append(_switching(page))
+    parts += [_exported(page), _outline(page), _definitions(page)]
+    return "\n\n".join(part for part in parts if part) or _nothing_defined(page)
+
+
+def _nothing_defined(page: Page) -> str:
+    facts = page.facts
+    if facts.problem:
+        return f"Its structure is unknown: {escape(facts.problem)}."
+    if facts.hidden or not facts.text.strip():
+        return "It has no text to describe."
+    if facts.role == "document":
+        return "The document has no headings."
+    if facts.role == "data":
+        return "It has no keys."
+    if facts.language in PARSED:
+        return "It defines no function, class or constant."
+    return f"{escape(facts.language)} is read as plain text here, {counted(facts.lines, 'line')} of it."
 
 
 def story(body: str) -> tuple[str, str]:
     """Split the text of a docstring into its description and the differences from another module."""
-    before, mark, after = body.partition(DIFFERENCES)
+    before, mark, after = body.partition(_DIFFERENCES)
     if not mark or (before and not before.endswith("\n\n")):
         return body, ""
     return before.strip("\n"), mark + after
 
 
-def api(book: Book, page: Page) -> str:
-    """Return every public name with its signature and docstring."""
-    entries = book.entries(page)
-    if entries:
-        return "\n\n".join(described(entry, book.names) for entry in entries)
-    if page.main.is_package:
-        return "The package defines no public names itself. The overview lists where they are defined."
-    return "No public names. The overview lists the names for internal use."
-
-
-def architecture(book: Book, page: Page) -> str:
-    """Return a drawing of the module's neighbours, and the chain of imports to it."""
-    importers, imported = book.neighbours(page)
-    links = {book.short(name): f"{name}.html" for name in importers | imported}
-    drawn = neighbours(
-        book.short(page.name),
-        {book.short(name): links[book.short(name)] for name in importers},
-        {book.short(name): links[book.short(name)] for name in imported},
+def _switching(page: Page) -> str:
+    """Return the differences of a drop-in replacement, and the imports to change."""
+    found = _REPLACES.match(page.doc.summary)
+    module = page.library.module(page.path)
+    if not found or not module:
+        return ""
+    before = found["name"]
+    names = [name for _, name, _ in page.library.public(page.path) if "." not in name]
+    if not names:
+        names, module, before = (
+            [module.rpartition(".")[2]],
+            *(dotted.rpartition(".")[0] for dotted in (module, before)),
+        )
+    differences = story(page.doc.body)[1]
+    text = (
+        markdown(differences, page.linker())
+        if differences
+        else "The docstring lists no difference in names, signatures or defaults."
     )
-    chain = _chain(book, page)
-    if len(chain) > 1:
+    lines = f"# before\n{_import(before, names)}\n\n# after\n{_import(module, names)}"
+    switch = f"### Switch from {escape(before.partition('.')[0])}"
+    return f"{switch}\n\n{text}\n\nChange the prefix of the import:\n\n{fenced(lines, 'python')}"
+
+
+def _import(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 88:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+
+
+def _exported(page: Page) -> str:
+    """Return the names that a package takes from other files, by the file that defines them."""
+    if page.facts.name not in ("__init__.py", "__init__.pyi", "index.js", "index.ts", "mod.rs", "lib.rs"):
+        return ""
+    exports = None if page.facts.exports is None else set(page.facts.exports)
+    rows = []
+    for edge in page.library.imports(page.path):
+        names = [name for name in edge.names if exports is None or name in exports]
+        if names and edge.target != page.path:
+            rows.append([page.file(edge.target), listed([_named(page, edge.target, name) for name in names])])
+    return table(["defined in", "names that it takes from there"], rows) if rows else ""
+
+
+def _named(page: Page, path: str, name: str) -> str:
+    place = page.find(name)
+    return page.place(place, code(name)) if place and place.path == path else code(name)
+
+
+def _outline(page: Page) -> str:
+    """Return the headings of a document as a table."""
+    anchors = page.book.sections(page.path)
+    rows = []
+    for section in page.facts.sections:
+        depth = "&emsp;" * (section.level - 1)
+        title = inline(section.title, unlinked) or "(before the first heading)"
+        target = page.book.dialect.section(page.here, page.path, section.anchor)
+        shown = f"[{title}]({target})" if target and section.anchor else title
         text = (
-            "Shortest chain of imports from the package to it: "
-            + " → ".join(book.page_link(name) for name in chain)
-            + "."
+            section.text
+            if len(section.text) <= _MOST_TEXT
+            else section.text[:_MOST_TEXT].rsplit(" ", 1)[0] + " …"
         )
-    elif page.main.name == book.project.name:
-        text = "It is the package itself, from which every chain of imports begins."
+        mark = anchor(anchors[section.anchor]) if section.anchor else ""
+        rows.append([f"{mark}{depth}{shown}", page.line(section.line), inline(text, unlinked)])
+    return without_empty(["section", "line", "begins with"], rows) if rows else ""
+
+
+def _definitions(page: Page) -> str:
+    """Return the definitions at the top of a file as a table."""
+    facts, anchors = page.facts, page.book.anchors(page.path)
+    rows = []
+    for item in facts.items:
+        mark = anchors[item.name]
+        inner = sum(1 for _ in item.walk()) - 1
+        if facts.role == "data":
+            shown = anchor(mark) + code(item.name)
+            value = value_of(item) or (counted(inner, "key") if inner else "")
+            rows.append([shown, value, page.line(item.line), inline(parse(item.doc).summary, unlinked)])
+        else:
+            kind = item.kind if item.public else f"{item.kind}, internal"
+            within = f", {inner} inside" if inner else ""
+            summary = inline(parse(item.doc).summary, page.linker(item.name, item))
+            shown = page.file(page.path, mark, code(item.name))
+            rows.append([shown, f"{kind}{within}", page.line(item.line), summary])
+    head = (
+        ["key", "value", "line", "comment"] if facts.role == "data" else ["name", "kind", "line", "summary"]
+    )
+    return without_empty(head, rows) if rows else ""
+
+
+def analysis(page: Page) -> str:
+    """Return every definition in detail, or what there is instead."""
+    made = detailed(page)
+    if made:
+        return made
+    facts = page.facts
+    if facts.role == "document" and facts.sections:
+        return _document(page)
+    if facts.role == "data" and facts.items:
+        return "All of its keys are at the top, listed in the overview."
+    if facts.name in ("__init__.py", "index.js", "index.ts") and page.library.imports(page.path):
+        return "It defines nothing itself. The overview lists the names that it takes from other files."
+    return not_searched(page, "definitions") or "It defines nothing: its statements run when it is loaded."
+
+
+def _document(page: Page) -> str:
+    """Return counts of a document's parts, its links and its terms."""
+    facts = page.facts
+    terms = Counter(mention.word for section in facts.sections for mention in section.terms)
+    words = len(re.findall(r"\w+", facts.text))
+    parts = [
+        f"{counted(len(facts.sections), 'section')}, {counted(words, 'word')}, "
+        f"{counted(len(facts.links), 'link')}."
+    ]
+    if terms:
+        common = [code(word) for word, _ in terms.most_common(30)]
+        parts.append(f"Emphasised, defined and code words, the most frequent first: {listed(common)}.")
+    outside = sorted({target for target, _ in facts.links if re.match(r"https?://[^\s<>]+$", target)})
+    if outside:
+        links = [f"<{target}>" for target in outside[:20]]
+        more = f"\n- and {len(outside) - 20} more" if len(outside) > 20 else ""
+        parts.append("Links out of the repository:\n\n" + "\n".join(f"- {target}" for target in links) + more)
+    return "\n\n".join(parts)
+
+
+def architecture(page: Page) -> str:
+    """Return the role of a file, a drawing of its neighbours, and the chain of imports to it."""
+    parts = [" ".join(_roles(page))]
+    graph = graph_of(page.library, page.book.dialect, page.path)
+    if graph:
+        parts.append(page.book.dialect.drawing(graph))
+    chain = page.library.chain(page.path)
+    if len(chain) > 1:
+        shown = " → ".join(page.file(path) for path in chain)
+        parts.append(f"Shortest chain of imports that loads it: {shown}.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _roles(page: Page) -> list[str]:
+    """Return sentences about the place of a file in the repository."""
+    facts, library = page.facts, page.library
+    importers = {edge.source for edge in library.importers(page.path)} - {page.path}
+    imported = {edge.target for edge in library.imports(page.path)} - {page.path}
+    made = [_entry(page)]
+    if facts.tests:
+        what = "A test file with" if facts.role == "test" else "It contains"
+        made.append(f"{what} {counted(facts.tests, 'test')}.")
+    if importers:
+        what = "A hub: it" if len(importers) >= _HUB else "It" if imported else "A leaf: it"
+        imports = f"imports {counted(len(imported), 'file')}" if imported else "imports no file"
+        made.append(f"{what} {imports} of the repository and is imported by {len(importers):,}.")
+    elif imported:
+        made.append(f"No file imports it, and it imports {counted(len(imported), 'file')} of the repository.")
+    elif facts.role in ("document", "data", "other"):
+        kind = {"document": "A document", "data": "Data"}.get(facts.role, "A file")
+        made.append(f"{kind} in {page.folder(facts.folder)}, which no source imports.")
+    elif facts.imports:
+        made.append("It imports only from outside the repository, and no file of the repository imports it.")
     else:
-        text = "`import " + book.project.name + "` does not load it: it is imported on demand."
-    return f"```{{raw}} html\n{drawn}\n```\n\n{text}"
+        made.append("It has no imports, and no file of the repository imports it.")
+    both = sorted(importers & imported)
+    if both:
+        made.append(f"Imports in both directions: {listed([page.file(path) for path in both], 8)}.")
+    return [sentence for sentence in made if sentence]
 
 
-def _chain(book: Book, page: Page) -> list[str]:
-    """Return the modules on the shortest path from the package to the page, or an empty list."""
-    goal, start = {module.name for module in page.modules}, book.project.name
-    if start in goal:
-        return []
-    # Breadth first, in the order of names, so that the chain is a shortest one and the same in every build.
-    known: dict[str, str] = {start: ""}
-    frontier = [start] if start in book.project.modules else []
-    while frontier:
-        reached = []
-        for name in frontier:
-            for imported in sorted(book.project.imports[name] - known.keys()):
-                known[imported] = name
-                reached.append(imported)
-                if imported in goal:
-                    return _traced(known, imported)
-        frontier = reached
-    return []
-
-
-def _traced(known: dict[str, str], name: str) -> list[str]:
-    steps = [name]
-    while known[steps[-1]]:
-        steps.append(known[steps[-1]])
-    return steps[::-1]
-
-
-def source(book: Book, page: Page) -> str:
-    """Return links to the definitions in the source."""
-    parts = []
-    for module in page.modules:
-        path = book.source_link(module, book.project.shown_path(module))
-        items = [item for item in module.items if item.kind != "data"]
-        shown = ", ".join(
-            f"{book.source_link(module, item.name, item.line)} ({item.line}-{item.end})" for item in items
-        )
-        parts.append(f"- {path}: {shown}" if shown else f"- {path}")
-    return "\n".join(parts)
+def _entry(page: Page) -> str:
+    """Return how a program starts with the file, or which names a package takes from its files."""
+    facts, module = page.facts, page.library.module(page.path)
+    if facts.name == "__main__.py":
+        command = f"python -m {module.removesuffix('.__main__')}"
+        return f"An entry point: {code(command)} runs it."
+    if facts.name == "__init__.py":
+        edges = [edge for edge in page.library.imports(page.path) if edge.names]
+        names = sum(len(edge.names) for edge in edges)
+        taken = f": it takes {counted(names, 'name')} from {counted(len(edges), 'file')}" if names else ""
+        return f"The file of the package {code(module or facts.folder)}{taken}."
+    if re.search(r"^if __name__ == .__main__.", facts.text, re.MULTILINE):
+        return "A module that can also be run as a program, by its `__main__` block."
+    if facts.text.startswith("#!"):
+        return f"A program, run by {code(facts.text[2:].partition(chr(10))[0].strip())}."
+    return ""

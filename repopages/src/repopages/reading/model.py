@@ -63,6 +63,7 @@ class Import:
         line: Its line.
         level: Leading dots of a relative import in Python.
         inside: Whether it stands in a function, so that it runs late.
+        types_only: Whether only type checkers read it, as below Python's `if TYPE_CHECKING`.
     """
 
     module: str
@@ -71,6 +72,7 @@ class Import:
     line: int = 1
     level: int = 0
     inside: bool = False
+    types_only: bool = False
 
     @property
     def local(self) -> str:

@@ -1,25 +1,35 @@
-"""The build of a site, which writes Markdown to a separate folder and runs Sphinx on it."""
+"""The build of a site: Markdown is written to the cache folder, and Sphinx runs on it.
 
+Sources and doctrees stay in the cache folder. A second build reads and writes only the pages that changed.
+"""
+
+import contextlib
+import hashlib
 import importlib.util
 import io
 import json
 import os
 import re
 import shutil
-import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from repopages.errors import OptionError, RepopagesError, UnavailableError
-from repopages.pages.book import Book
-from repopages.pages.keywords import all_keywords
-from repopages.pages.layout import index_page, keyword_page, llms_text, module_page
-from repopages.reading.project import Project
-from repopages.reading.relations import document_of
+from repopages.pages.write import write_pages
+from repopages.reading.cache import cache_folder
+from repopages.relations.library import Library
+from repopages.site.addresses import PICTURES, Site
+from repopages.site.documents import write_documents
 from repopages.site.links import broken_links
+from repopages.site.navigation import NAVIGATION, Navigation
+
+Progress = Callable[[str, int, int], None]
 
 _STATIC = Path(__file__).with_name("static")
-_MARK = "keywords.json"
+_MARK = ".repopages-site.json"  # what the folder of a site holds, and how each page was surrounded
+_COPIED = ("keywords.json", "llms.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,52 +38,77 @@ class Built:
 
     Attributes:
         folder: Its folder.
-        pages: Number of pages about modules and internal packages.
+        pages: Number of pages, of which `written` were written by this build.
+        written: Number of pages that changed.
         keywords: Number of keywords.
-        warnings: Sphinx's warnings, then the links that lead nowhere.
+        warnings: Warnings of the reader and of Sphinx, then links within the site that lead nowhere.
+        missing: Links of the repository's documents to files or headings that it does not have.
     """
 
     folder: Path
     pages: int
+    written: int
     keywords: int
     warnings: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
-def build(path: str, out: Path) -> Built:
-    """Build the documentation of a package.
+def build(
+    library: Library, out: Path, *, jobs: int | None = None, progress: Progress = lambda *_: None
+) -> Built:
+    """Build the site of a repository.
 
     Args:
-        path: A checkout, the folder of a package, or the name of an installed one. It is not imported.
-        out: Folder of the site. An earlier site in it is replaced.
+        library: The repository.
+        out: Folder of the site. A site in it is updated, or replaced if it is that of another repository.
+        jobs: Number of processes. By default, one for each core.
+        progress: Called with a phase, the work done and all work.
 
     Returns:
-        The site, with Sphinx's warnings and the broken links.
+        The site, with warnings and broken links.
 
     Raises:
-        OptionError: If there is no such package, or `out` holds something else.
+        OptionError: If `out` holds something else.
         UnavailableError: If Sphinx, MyST-Parser or furo is not installed.
-
-    Example::
-
-        built = build("json", Path("site"))
+        RepopagesError: If Sphinx fails.
     """
-    book = Book(Project.find(path))
     require_sphinx()
-    _make_room(out)
-    # Sphinx reads a folder outside the checkout, so that a build writes nothing beside the sources.
-    with tempfile.TemporaryDirectory() as folder:
-        sources = Path(folder) / "sources"
-        write_sources(book, sources)
-        warnings = _run_sphinx(book, sources, out)
-        from repopages.site.listings import write_listings
-
-        write_listings(book.project, out)
-        for name in (_MARK, "llms.txt"):
-            shutil.copy(sources / name, out / name)
-    keywords = json.loads((out / _MARK).read_text())["keywords"]
-    broken = broken_links(out, [keyword["url"] for keyword in keywords])
+    before = _make_room(out, library.root)
+    out.mkdir(parents=True, exist_ok=True)
+    _mark(out, library.root, before)  # a build that is stopped leaves a folder that the next one may continue
+    cache = cache_folder(library.root) / "site"
+    sources = cache / "sources"
+    site = Site(library)
+    navigation = Navigation(site)
+    keywords = write_pages(library, site.dialect, sources, progress).keywords
+    write_documents(site, sources)
+    pages = [file.relative_to(sources).as_posix().removesuffix(".md") for file in sources.rglob("*.md")]
+    around = {page: _digest(navigation, page) for page in pages}
+    for page, digest in around.items():
+        if before.get(page) != digest:
+            # Its listing or its sidebar changed, of which Sphinx does not know: it writes pages that are old.
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(out / f"{page}.html", (0, 0))
+    old = _times(out)
+    environment, warnings = _run_sphinx(navigation, cache, out, jobs or os.cpu_count() or 1, progress)
+    written = sum(old.get(name) != time for name, time in _times(out).items())
+    _copy(site, environment, sources, out)
+    _remove_others(out, set(environment.found_docs))
+    _mark(out, library.root, around)
+    progress("checking links", 0, 1)
+    broken = broken_links(out, _keyword_addresses(out))
+    theirs = {f"{page}.html" for page in site.document_of}
+    missing = [
+        line for page in environment.found_docs for line in environment.metadata[page].get("missing", ())
+    ]
+    missing += [line for line in broken if line.partition(": ")[0] in theirs]
     return Built(
-        folder=out, pages=len(book.project.pages), keywords=len(keywords), warnings=(*warnings, *broken)
+        folder=out,
+        pages=len(environment.found_docs),
+        written=written,
+        keywords=keywords,
+        warnings=(*library.warnings, *warnings, *(line for line in broken if line not in missing)),
+        missing=tuple(sorted(missing)),
     )
 
 
@@ -82,118 +117,146 @@ def require_sphinx() -> None:
     for name in ("sphinx", "myst_parser", "furo"):
         if importlib.util.find_spec(name) is None:
             raise UnavailableError(
-                f"building documentation needs {name}, on Python 3.11 or newer: pip install sphinx"
-                " myst-parser furo"
+                f"building a site needs {name}, on Python 3.11 or newer: pip install sphinx myst-parser furo,"
+                " or pass --format markdown"
             )
 
 
-def _make_room(out: Path) -> None:
-    """Remove an earlier site. Raise OptionError if the folder holds anything else."""
-    if out.is_dir() and any(out.iterdir()) and not (out / _MARK).exists():
-        raise OptionError(f"out={str(out)!r} is a folder with other files: choose an empty or a new one")
+def _make_room(out: Path, root: Path) -> dict[str, str]:
+    """Return the digests of the pages of an earlier site of the same repository.
+
+    The site of another repository is removed. Anything else is kept, and OptionError raised.
+    """
     if out.exists() and not out.is_dir():
         raise OptionError(f"out={str(out)!r} is a file: pass a folder")
-    shutil.rmtree(out, ignore_errors=True)
+    if not out.is_dir() or not any(out.iterdir()):
+        return {}
+    if not (out / _MARK).exists():
+        raise OptionError(f"out={str(out)!r} is a folder with other files: choose an empty or a new one")
+    try:
+        mark = json.loads((out / _MARK).read_text())
+        if mark["root"] == str(root):
+            return dict(mark["pages"])
+    except (ValueError, KeyError, TypeError):
+        pass  # cut off by a build that was killed
+    shutil.rmtree(out)
+    return {}
 
 
-def write_sources(book: Book, folder: Path) -> None:
-    """Write all pages as Markdown, the keywords as JSON, and the pages of the checkout."""
-    (folder / "modules").mkdir(parents=True)
-    for page in book.project.pages:
-        (folder / f"{page.document}.md").write_text(module_page(book, page), encoding="utf-8")
-    keywords = all_keywords(book)
-    (folder / "keywords.md").write_text(keyword_page(keywords), encoding="utf-8")
-    (folder / "llms.txt").write_text(llms_text(book), encoding="utf-8")
-    found = [{**asdict(keyword), "url": keyword.url} for keyword in keywords]
-    (folder / _MARK).write_text(json.dumps({"package": book.project.name, "keywords": found}, indent=1))
-    root, readme = book.project.root, ""
-    for path in book.relations.pages if root is not None else ():
-        assert root is not None
-        document, text = document_of(path.relative_to(root).as_posix()), _page_text(book, path, root, folder)
-        if document == "index":
-            readme = text
-            continue
-        target = folder / f"{document}.md"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    (folder / "index.md").write_text(index_page(book, readme), encoding="utf-8")
+def _mark(out: Path, root: Path, pages: dict[str, str]) -> None:
+    (out / _MARK).write_text(json.dumps({"root": str(root), "pages": pages}))
 
 
-def _page_text(book: Book, path: Path, root: Path, folder: Path) -> str:
-    """Return a Markdown page for the site, and copy its pictures.
-
-    Links to other files of the checkout become code. Public names that begin the row of a table become links.
-    """
-
-    def changed(link: re.Match[str]) -> str:
-        there, _, _ = link["target"].partition("#")
-        file = (path.parent / there).resolve()
-        if file == root / "README.md":
-            return link[0].replace(there, os.path.relpath(root / "index.md", path.parent))
-        if "://" in link["target"] or not there or not file.exists() or file in book.relations.pages:
-            return link[0]
-        if file.suffix in (".png", ".svg", ".jpg"):
-            copy = folder / file.relative_to(root)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
-            return link[0]
-        return f"`{file.relative_to(root).as_posix()}`"
-
-    def named(row: re.Match[str]) -> str:
-        found = book.names.public(row["name"])
-        return f"| {{py:obj}}`{row['name']}{row['call']} <{found}>`" if found else row[0]
-
-    text = re.sub(r"!?\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", changed, path.read_text(encoding="utf-8"))
-    return re.sub(r"^\| `(?P<name>[\w.]+)(?P<call>(?:\(\))?)`", named, text, flags=re.M)
+def _digest(navigation: Navigation, page: str) -> str:
+    """Return a digest of all that is put into a page after Sphinx rendered it."""
+    site = navigation.site
+    path = site.file_of.get(page)
+    source = site.library.files[path].digest if path is not None else ""
+    parts = [source, navigation.breadcrumbs(page), navigation.sidebar(page)]
+    return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:16]
 
 
-def _run_sphinx(book: Book, sources: Path, out: Path) -> tuple[str, ...]:
-    """Run Sphinx without a conf.py. Return its warnings. Raise RepopagesError if it fails."""
+class _Status(io.StringIO):
+    """The stream of Sphinx's messages, which reports its percentages as numbers of pages."""
+
+    def __init__(self, progress: Progress, pages: int) -> None:
+        super().__init__()
+        self._progress, self._pages = progress, pages
+
+    def write(self, text: str) -> int:
+        """Report the percentage in a message."""
+        found = re.search(r"(reading|writing)[\w ]*\.\.\. .*\[\s*(\d+)%\]", text)
+        if found:
+            self._progress(f"{found[1]} pages", int(found[2]) * self._pages // 100, self._pages)
+        return len(text)
+
+
+def _run_sphinx(
+    navigation: Navigation, cache: Path, out: Path, jobs: int, progress: Progress
+) -> tuple[Any, tuple[str, ...]]:
+    """Run Sphinx without a conf.py. Return its environment and its warnings."""
     from sphinx.application import Sphinx
     from sphinx.errors import SphinxError
     from sphinx.util.console import strip_escape_sequences
 
-    warned = io.StringIO()
+    sources, doctrees, warned = cache / "sources", cache / "doctrees", io.StringIO()
+    warned_before = cache / "warned"
     try:
-        application = Sphinx(
+        app = Sphinx(
             srcdir=sources,
             confdir=None,
             outdir=out,
-            doctreedir=sources.parent / "doctrees",
+            doctreedir=doctrees,
             buildername="html",
-            confoverrides=_configuration(book),
-            status=None,
+            confoverrides=_configuration(navigation.site),
+            status=_Status(progress, sum(1 for _ in sources.rglob("*.md"))),
             warning=warned,
-            freshenv=True,
+            # Sphinx does not repeat the warnings of pages that it does not read again.
+            freshenv=warned_before.exists(),
+            parallel=jobs,
         )
-        application.build()
+        app.connect(NAVIGATION, lambda _: navigation)
+        app.build()
     except SphinxError as error:
         raise RepopagesError(f"Sphinx failed: {error}") from error
-    lines = strip_escape_sequences(warned.getvalue()).splitlines()
-    return tuple(line.replace(f"{sources}/", "") for line in lines if line.strip())
+    lines = strip_escape_sequences(warned.getvalue()).replace(f"{sources}/", "").splitlines()
+    warnings = tuple(line for line in lines if line.strip())
+    warned_before.touch() if warnings else warned_before.unlink(missing_ok=True)
+    return app.env, warnings
 
 
-def _configuration(book: Book) -> dict[str, object]:
+def _configuration(site: Site) -> dict[str, object]:
+    # furo puts the name into its pages as it is.
+    name = re.sub(r"[<>&\"']", "", site.library.name)
     return {
-        "project": book.project.name,
-        "extensions": ["myst_parser", "repopages.site.extension"],
+        "project": name,
+        "extensions": ["repopages.site.extension"],
         "html_theme": "furo",
-        "html_title": book.project.name,
+        "html_title": name,
         "html_static_path": [str(_STATIC)],
         "html_css_files": ["repopages.css"],
+        "html_js_files": [("repopages.js", {"defer": "defer"})],
         "html_copy_source": False,
         "html_show_copyright": False,
         "html_show_search_summary": False,  # it fetches pages, which browsers forbid on file://
         "html_last_updated_fmt": None,
+        "html_use_index": False,
+        "html_domain_indices": False,
         "templates_path": [],
-        "suppress_warnings": ["app"],  # of a second build in one process, which registers nodes again
-        "myst_enable_extensions": ["colon_fence", "fieldlist"],
-        "myst_heading_anchors": 4,
-        "python_maximum_signature_line_length": 88,
-        "python_use_unqualified_type_names": True,
-        "toc_object_entries": False,
-        "nitpicky": True,  # a name that a page links to and the site lacks is a warning
-        "documented_names": book.names,
+        # "app": a second build in one process registers nodes again. The others: how others write Markdown.
+        "suppress_warnings": ["app", "docutils", "misc.highlighting_failure", "myst", "toc.not_included"],
+        "smartquotes": False,
         "language": "en",
         "pygments_style": "default",
     }
+
+
+def _copy(site: Site, environment: Any, sources: Path, out: Path) -> None:
+    """Copy the pictures that pages show, and the indexes for programs."""
+    for name in _COPIED:
+        shutil.copy(sources / name, out / name)
+    shown = {
+        path for page in environment.found_docs for path in environment.metadata[page].get("pictures", ())
+    }
+    for path in sorted(shown):
+        target = out / PICTURES / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(site.library.root / path, target)
+
+
+def _remove_others(out: Path, pages: set[str]) -> None:
+    """Remove pages of files that are gone, which Sphinx leaves."""
+    kept = {f"{page}.html" for page in pages} | {"search.html"}
+    for file in out.rglob("*.html"):
+        name = file.relative_to(out).as_posix()
+        if name not in kept and not name.startswith(("_static/", f"{PICTURES}/")):
+            file.unlink()
+
+
+def _keyword_addresses(out: Path) -> set[str]:
+    found = json.loads((out / "keywords.json").read_text(encoding="utf-8"))["keywords"]
+    return {keyword["url"] for keyword in found}
+
+
+def _times(out: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html")}

@@ -1,39 +1,57 @@
 """Links of a finished site, checked against its files and anchors."""
 
+import posixpath
 import re
 from collections.abc import Iterable
-from functools import cache
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
+
+_ANCHOR = re.compile(r'\s(?:id|name)="([^"]+)"')
+_LINK = re.compile(r'<\w[^<>]*?\s(?:href|src)="([^"]+)"')
 
 
 def broken_links(site: Path, keywords: Iterable[str] = ()) -> list[str]:
     """Return the links within a site that lead to no file or to no anchor, sorted.
 
-    Sphinx checks the links in Markdown. Drawings, keyword lists and listings are HTML, which it copies.
+    Sphinx checks none of them: pages are written with their addresses, and drawings, listings and the sidebar
+    are put into finished HTML.
 
     Args:
         site: Folder of the site.
         keywords: Addresses of the keyword index, from the top of the site.
     """
-    read = cache(_anchors_and_links)  # for this call only: the next build replaces the files
+    files = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
+    anchors: dict[str, frozenset[str]] = {}
+    # Pages of one folder have most links in common, so that each is resolved once: target -> link -> pages.
+    wanted: dict[tuple[str, str], dict[str, str]] = {}
+    for page in sorted(name for name in files if name.endswith(".html") and not name.startswith("_static/")):
+        anchors[page], links = _anchors_and_links(site / page)
+        for link in links:
+            wanted.setdefault((posixpath.dirname(page) if link[0] != "#" else page, link), {})[page] = link
+    for link in keywords:
+        wanted.setdefault(("", link), {})["keywords.json"] = link
+    broken = [
+        f"{page}: broken link to {link}"
+        for (base, link), pages in wanted.items()
+        if _is_broken(base, link, files, anchors)
+        for page in pages
+    ]
+    return sorted(broken)
 
-    def is_broken(page: Path, link: str) -> bool:
-        address, _, anchor = link.partition("#")
-        if re.match(r"[a-z]+:", address):  # https:, mailto:, data:
-            return False
-        target = (page.parent / unquote(address.partition("?")[0])).resolve() if address else page
-        is_page = target.suffix == ".html" and target.exists()
-        return not target.exists() or (is_page and bool(anchor) and unquote(anchor) not in read(target)[0])
 
-    links = {(site / "keywords.json", url) for url in keywords}
-    links |= {(page, link) for page in site.resolve().rglob("*.html") for link in read(page)[1]}
-    return sorted(f"{page.name}: broken link to {link}" for page, link in links if is_broken(page, link))
+def _is_broken(base: str, link: str, files: set[str], anchors: dict[str, frozenset[str]]) -> bool:
+    address, _, anchor = link.partition("#")
+    if re.match(r"[a-z]+:", address):  # https:, mailto:, data:
+        return False
+    there = unquote(address.partition("?")[0])
+    target = posixpath.normpath(posixpath.join(base, there)) if there else base
+    return target not in files or (
+        bool(anchor) and target in anchors and unquote(anchor) not in anchors[target]
+    )
 
 
 def _anchors_and_links(page: Path) -> tuple[frozenset[str], frozenset[str]]:
-    text = page.read_text(encoding="utf-8")
-    anchors = re.findall(r'\b(?:id|name)="([^"]+)"', text)
-    links = re.findall(r'<\w[^<>]*?\s(?:href|src)="([^"]+)"', text)
+    text = page.read_text(encoding="utf-8", errors="surrogateescape")
+    anchors, links = set(_ANCHOR.findall(text)), set(_LINK.findall(text))
     return frozenset(map(unescape, anchors)), frozenset(map(unescape, links))

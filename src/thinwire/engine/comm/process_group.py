@@ -117,7 +117,7 @@ def _first_collective(group: dist.ProcessGroup, device: torch.device, limit: tim
     torch connects a group with a device at once only if its backend can be split. The host may not wait for
     the device without a limit here: a rank that died meanwhile would hang this one.
     """
-    work = group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
+    work = group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions())
     deadline = time.monotonic() + limit.total_seconds()
     while not work.is_completed():
         if time.monotonic() > deadline:

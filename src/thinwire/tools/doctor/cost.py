@@ -33,7 +33,7 @@ class _Contestant:
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
         if program is not None:
             thinwire.attach(self.ddp, program, timeout=around.limit)
-        self.batch = torch.randn(8, width, device=around.device)
+        self.batch = torch.randn(8, width, dtype=torch.float32, device=around.device)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def step(self) -> None:

@@ -30,7 +30,9 @@ class GivenGradients(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.weights = torch.nn.ParameterList(torch.randn(shape, generator=generator) for shape in _SHAPES)
+        self.weights = torch.nn.ParameterList(
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in _SHAPES
+        )
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return a loss whose gradients are the given ones."""
@@ -40,7 +42,10 @@ class GivenGradients(torch.nn.Module):
 
 def _batch(rank: int, step: int, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        for shape in _SHAPES
+    ]
 
 
 def groups(around: Surroundings) -> Outcome:

@@ -85,7 +85,7 @@ def _makers(size: int) -> Iterator[Callable[[torch.Tensor], Collective]]:
 def _rows(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return whole numbers, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 4, (size, 37), generator=generator).to(dtype)
+    return torch.randint(0, 4, (size, 37), generator=generator, dtype=torch.int64, device="cpu").to(dtype)
 
 
 def _differs(around: Surroundings, make: Callable[[torch.Tensor], Collective], dtype: torch.dtype) -> str:
@@ -103,7 +103,7 @@ def _differs(around: Surroundings, make: Callable[[torch.Tensor], Collective], d
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False).to(around.device))
     thinwire.attach(ddp, program, timeout=around.limit)
     try:
-        ddp(torch.ones(1, 2, device=around.device)).sum().backward()
+        ddp(torch.ones(1, 2, dtype=torch.float32, device=around.device)).sum().backward()
     except thinwire.ThinwireError as error:
         return f"{name} raised {type(error).__name__}: {str(error)[:200]}"
     if isinstance(op, Reduce) and rank != op.dst:
@@ -134,8 +134,14 @@ def bits(around: Surroundings) -> Outcome:
 def _inputs() -> dict[str, list[torch.Tensor]]:
     """Return inputs that are hard to round, each for all ranks and steps."""
     generator = torch.Generator().manual_seed(0)
-    normal = [torch.randn(_LENGTH, generator=generator) for _ in range(_STEPS * _RANKS)]
-    ties = [torch.randint(-254, 255, (_LENGTH,), generator=generator) / 2.0 for _ in range(_STEPS * _RANKS)]
+    normal = [
+        torch.randn(_LENGTH, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(_STEPS * _RANKS)
+    ]
+    ties = [
+        torch.randint(-254, 255, (_LENGTH,), generator=generator, dtype=torch.int64, device="cpu").float() / 2
+        for _ in range(_STEPS * _RANKS)
+    ]
     return {
         "normal numbers": normal,
         "ties": ties,

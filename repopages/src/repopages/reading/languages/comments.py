@@ -1,0 +1,122 @@
+"""Comments: their text without marks, the comment above a definition and the one at the top of a file."""
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+
+_LICENCE = re.compile(
+    r"copyright|licen[cs]e|SPDX|all rights reserved|permission is hereby|redistributions? |without warranty"
+    r"|provided .?as.is|in the hope that it will be useful|neither the name of|retain the above"
+    r"|this notice may not|must not be misrepresented|altered source versions|freely, subject to"
+    r"|received a copy of|author\(?s?\)?:|this software|liability|auto-?generated|do not edit",
+    re.IGNORECASE,
+)
+_MARKS = re.compile(r"\s*(?:\*/|/\*\*<|/\*[*!]?|//[/!]?<|//[/!]?|\*(?!\w)|#+)[ \t]?")
+_TOOLS = re.compile(
+    r"\s*(?:!|-\*-|vim:|eslint|jshint|global |@ts-|prettier|istanbul|NOLINT|clang-format|shellcheck|go:"
+    r"|\+build|@flow|@jest|use strict|sourceMappingURL|cspell|tslint|noqa|region|endregion)"
+)
+_RULE = re.compile(r"[-=*#~_/+\s]*")
+_TAG = re.compile(r"[@\\](\w+)\b(?:\[\w+(?:,\w+)?\])?[ \t]*(?:\{[^}]*\}[ \t]*)?")
+
+
+@dataclass
+class Comments:
+    """The comments of one file by their rows, with those that share a row with code kept apart."""
+
+    ending: dict[int, tuple[int, str]] = field(default_factory=dict)
+    trailing: dict[int, str] = field(default_factory=dict)
+
+    def add(self, text: str, row: int, end: int, alone: bool) -> None:
+        """Add a comment.
+
+        Args:
+            text: The comment as written.
+            row: Its first row.
+            end: Its last row.
+            alone: Whether nothing stands before it on its row.
+        """
+        if alone:
+            self.ending[end] = (row, text)
+        elif end == row:
+            self.trailing[row] = text
+
+    def above(self, row: int) -> str:
+        """Return the text of the comment that ends on the row above, without its marks."""
+        return _clean(self._block(row - 1))
+
+    def beside(self, row: int) -> str:
+        """Return the text of the comment behind code on a row, without its marks."""
+        return _clean([self.trailing[row]]) if row in self.trailing else ""
+
+    def top(self, code: int, attached: int | None) -> str:
+        """Return the text of the first comment above all code that is neither a licence nor a tool's mark.
+
+        Args:
+            code: Row of the first code, which may be a guard or an import.
+            attached: Row of the first definition, which owns the comment directly above it.
+        """
+        starts = sorted((row, end) for end, (row, _) in self.ending.items() if end < code or code < 0)
+        rows = {row for row, _ in starts}
+        ends = [end for _, end in starts if end + 1 not in rows]
+        for end in ends:
+            paragraphs = _clean(self._block(end)).split("\n\n")
+            kept = [text for text in paragraphs if not _LICENCE.search(text)]
+            if any(text.strip() for text in kept) and end + 1 != attached:
+                return "\n\n".join(kept).strip()
+        return ""
+
+    def _block(self, end: int) -> list[str]:
+        """Return the comments that end on a row and those that adjoin them above, first one first."""
+        found: list[str] = []
+        while end in self.ending:
+            row, text = self.ending[end]
+            # A block comment is one whole; line comments above each other are one text.
+            if found and text.lstrip().startswith("/*"):
+                break
+            found.append(text)
+            if text.lstrip().startswith("/*"):
+                break
+            end = row - 1
+        return found[::-1]
+
+
+def _clean(block: list[str]) -> str:
+    lines = [line for text in block for line in text.strip().removesuffix("*/").rstrip("*").splitlines()]
+    lines = [_MARKS.sub("", line.rstrip(), count=1) for line in lines]
+    lines = ["" if _RULE.fullmatch(line) else line for line in lines if not _TOOLS.match(line)]
+    text = textwrap.dedent("\n".join(lines)).strip("\n")
+    return _sections(text) if _TAG.search(text) else text
+
+
+def _sections(text: str) -> str:
+    """Return a text of JSDoc or Doxygen with its tags as the sections of a docstring."""
+    plain: list[str] = []
+    sections: dict[str, list[str]] = {}
+    current = plain
+    for line in text.splitlines():
+        found = _TAG.match(line.strip())
+        tag = found.group(1) if found else ""
+        rest = line.strip()[found.end() :] if found else line.strip()
+        if tag in ("param", "arg", "tparam", "template"):
+            name, _, meaning = rest.partition(" ")
+            current = sections.setdefault("Args", [])
+            current.append(f"    {name.strip('[]')}: {meaning.strip(' -')}")
+        elif tag in ("return", "returns", "result", "retval"):
+            current = sections.setdefault("Returns", [])
+            current.append(f"    {rest}")
+        elif tag in ("throw", "throws", "exception", "raises"):
+            name, _, meaning = rest.partition(" ")
+            current = sections.setdefault("Raises", [])
+            current.append(f"    {name}: {meaning.strip(' -')}")
+        elif tag in ("brief", "file", "fileoverview", "description", "details", "overview", "summary"):
+            current = plain
+            current.append(rest)
+        elif current is plain or not rest:
+            current = plain
+            plain.append(line)
+        else:
+            current.append(f"        {rest}")
+    parts = ["\n".join(plain).strip("\n")]
+    parts += [f"{title}:\n" + "\n".join(lines) for title, lines in sections.items()]
+    return "\n\n".join(part for part in parts if part)
