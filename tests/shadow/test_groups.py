@@ -1,5 +1,6 @@
 """thinwire's process groups on a device: how they are made and closed, and what a lost rank looks like."""
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -263,3 +264,22 @@ def test_a_model_that_one_rank_drops_first_runs_no_collective_to_close() -> None
     for aborted, clean in run_ranks(close_first, 2, backend=SHADOW):
         assert aborted
         assert clean
+
+
+def destroyed_first(rank: int, world: int) -> tuple[int, int]:
+    """End torch's groups before the model, as many scripts do."""
+    ddp = small_model()
+    thinwire.attach(ddp, thinwire.Int8(), timeout=LIMIT)
+    backward(ddp)
+    before = device.counts().get("groups aborted", 0)
+    dist.destroy_process_group()
+    del ddp
+    gc.collect()
+    after = device.counts().get("groups aborted", 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness destroys it
+    return before, after
+
+
+def test_a_wire_that_outlives_torchs_own_groups_is_aborted_too() -> None:
+    for before, after in run_ranks(destroyed_first, 2, backend=SHADOW, fresh=True):
+        assert after > before

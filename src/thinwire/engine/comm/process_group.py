@@ -194,7 +194,10 @@ class HiddenGroup:
 
     def abort(self) -> None:
         """Fail collectives in flight on accelerators, on this rank alone, if the backend can do so."""
-        for backend in _abortable(self.group) if self.usable else ():
+        # Not only if `usable`: the user's dist.destroy_process_group() does not reach a hidden group, whose
+        # destructor would then run NCCL's collective destroy.
+        here = os.getpid() == self._process and hasattr(self, "group")
+        for backend in _abortable(self.group) if here else ():
             with contextlib.suppress(RuntimeError):
                 backend.abort()
 
@@ -212,11 +215,11 @@ class HiddenGroup:
             return
         world = _world()
         holders = _backend_holders(self.group)
+        self.abort()  # here, as torch's function would not reach a wrapped backend
         # The user's own dist.destroy_process_group() may have come first.
         if self.usable:
             aborts = bool(_abortable(self.group))
             end = private(distributed_c10d, "_abort_process_group") if aborts else dist.destroy_process_group
-            self.abort()  # torch's function would not reach a wrapped backend
             world.pg_map[self.group], world.pg_names[self.group] = self._entry, self._name
             with contextlib.suppress(RuntimeError, ValueError):
                 end(self.group)
