@@ -212,7 +212,7 @@ class Page:
     def line(self, line: int, text: str = "", path: str = "") -> str:
         """Return the number of a line, or other Markdown, with a link if lines have addresses."""
         facts = self.library.files[path or self.path]
-        target = self.book.dialect.line(self.here, facts, line) if facts.text else ""
+        target = self.book.dialect.line(self.here, facts, line) if facts.text.strip() else ""
         return link(text or str(line), target)
 
     def lines(self, numbers: list[int], most: int = 6) -> str:
@@ -282,6 +282,11 @@ def unlinked(code: str, shown: str = "") -> str:
     return markup.code(shown or code)
 
 
+def is_row(item: Item) -> bool:
+    """Return whether a definition is a row of a table. One with others inside has a heading, for theirs."""
+    return item.kind in VALUES and not item.members
+
+
 def item_anchors(facts: Facts) -> dict[str, str]:
     """Return the anchor of every definition in a file, by its dotted name.
 
@@ -294,7 +299,7 @@ def item_anchors(facts: Facts) -> dict[str, str]:
         for item in items:
             name = f"{prefix}{item.name}"
             anchor = _own_anchor(name, "item")
-            if item.kind in VALUES:
+            if is_row(item):
                 shown += 1
                 anchor = anchor if shown <= MOST_ROWS else around
             made.setdefault(name, anchor)
