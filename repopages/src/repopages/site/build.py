@@ -199,6 +199,8 @@ def _run_sphinx(
         app.build()
     except SphinxError as error:
         raise RepopagesError(f"Sphinx failed: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RepopagesError(f"Sphinx failed: {type(error).__name__}: {error}") from error
     lines = strip_escape_sequences(warned.getvalue()).replace(f"{sources}/", "").splitlines()
     warnings = tuple(line for line in lines if line.strip())
     warned_before.touch() if warnings else warned_before.unlink(missing_ok=True)

@@ -310,14 +310,18 @@ class Reader:
     def _doc(self, row: int, node: Node) -> str:
         """Return the comment above a row; of several definitions on a row it belongs to the first."""
         owner = self.owners.setdefault(row, node.start_byte)
-        return self.notes.above(row) if owner == node.start_byte else ""
+        return self.comment(self.notes.above(row)) if owner == node.start_byte else ""
+
+    def comment(self, text: str) -> str:
+        """Return the comment above a definition in the markup of docstrings."""
+        return text
 
     def signature(self, node: Node, whole: Node) -> str:
         """Return a definition as written, without its body, on one line."""
         body = self.body_of(node)
         end = body.start_byte if body else min(whole.end_byte, whole.start_byte + 4 * _LONGEST)
         text = self._shown(whole.start_byte, end, 4 * _LONGEST)
-        return re.sub(r"(?:\s|[;{,]|=>?$)+$", "", text)
+        return without_body(text)
 
     def own(self, owner: str, scope: Draft, node: Node) -> Draft:
         """Return the type that a method outside it belongs to, or a stand-in if it is not in the file."""
@@ -525,3 +529,12 @@ def descendants(node: Node, types: frozenset[str]) -> Iterator[Node]:
             yield child
         else:
             stack.extend(reversed(child.named_children))
+
+
+def without_body(text: str) -> str:
+    """Return the head of a definition without the signs that begin its body.
+
+    The only parameter of an arrow function gets parentheses, or it would look like the value of a variable.
+    """
+    text = re.sub(r"((?:=|\basync)\s*)([\w$]+)\s*=>\s*$", r"\1(\2)", text)
+    return re.sub(r"(?:\s|[;{,]|=>?$)+$", "", text)
