@@ -43,6 +43,7 @@ def test_find_prints_entries(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("words", "line"),
     [
         (["find"], "Missing argument 'KEYWORD'"),
+        (["find", " ", "json"], "keyword=' ' is not in the index"),
         (
             ["find", "no-such-word", "json"],
             "keyword='no-such-word' is not in the index of json: try a part of it",

@@ -49,6 +49,7 @@ class Tags(HTMLParser):
 
 def test_a_hostile_repository_is_inert(hostile: Built) -> None:
     assert hostile.warnings == ()
+    assert [file.name for file in (hostile.folder / "_pictures").rglob("*.*")] == ["pic.svg"]
     pages = [page for page in hostile.folder.rglob("*.html") if "_static" not in page.parts]
     assert len(pages) > 30
     for page in pages:
@@ -80,6 +81,8 @@ def test_links_of_documents_lead_to_pages(hostile: Built) -> None:
     assert 'href="../../index.html"' in article(hostile, "documents/docs/page")
     assert set(hostile.missing) == {
         "README.md: '../../../etc/passwd.png' is not in the repository",
+        "README.md: 'docs/pipe.png' is not in the repository",
+        "README.md: 'docs/secret.png' is not in the repository",
         "README.md: 'x' is not in the repository",
         "README.md:44: '../../../etc/passwd' is not in the repository",
         "docs/page.md:5: 'gone.md' is not in the repository",

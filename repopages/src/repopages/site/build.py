@@ -243,7 +243,8 @@ def _copy(site: Site, environment: Any, sources: Path, out: Path) -> None:
     for path in sorted(shown):
         target = out / PICTURES / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(site.library.root / path, target)
+        with contextlib.suppress(FileNotFoundError):  # it disappeared since it was read
+            shutil.copyfile(site.library.root / path, target, follow_symlinks=False)
 
 
 def _remove_others(out: Path, pages: set[str]) -> None:
