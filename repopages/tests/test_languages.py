@@ -562,3 +562,38 @@ pub fn load() {}
     doc = parse(items(read_as("load.rs", text))["load"].doc)
     assert doc.texts == {"examples": "```rust\nlet a = load();\n```"}
     assert markdown(doc.body, lambda code, shown="": code) == "**Panics**\n\nNever."
+
+
+def test_methods_of_a_javascript_variable_and_comments_above_a_blank_line() -> None:
+    text = """'use strict';
+
+/**
+ * Module dependencies.
+ * @private
+ */
+
+var http = require('http');
+
+/**
+ * The response.
+ */
+
+var res = Object.create(http.ServerResponse.prototype);
+
+/**
+ * Set the status.
+ */
+
+res.status = function status(code) {};
+
+// Not about it.
+
+res.links = function (links) {};
+"""
+    facts = read_as("response.js", text)
+    found = items(facts)
+    assert facts.doc == ""
+    assert [item.name for item in facts.items] == ["res"]
+    assert found["res"].doc == "The response."
+    assert found["res.status"].doc == "Set the status."
+    assert found["res.links"].doc == ""

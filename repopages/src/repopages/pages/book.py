@@ -356,7 +356,7 @@ def cut(text: str) -> str:
 
 def main_items(facts: Facts) -> list[Item]:
     """Return the definitions that a file is most likely about: public ones, constants only without others."""
-    named = [item for item in facts.items if item.kind not in VALUES] or list(facts.items)
+    named = [item for item in facts.items if not is_row(item)] or list(facts.items)
     return [item for item in named if item.public] or named
 
 

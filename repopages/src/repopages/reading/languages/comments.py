@@ -16,6 +16,11 @@ _TOOLS = re.compile(
     r"\s*(?:!|-\*-|vim:|eslint|jshint|global |@ts-|prettier|istanbul|NOLINT|clang-format|shellcheck|go:"
     r"|\+build|@flow|@jest|use strict|sourceMappingURL|cspell|tslint|noqa|region|endregion)"
 )
+_BANNER = re.compile(
+    r"\W*(?:module )?(?:dependencies|exports|variables|constants|imports|includes|prototypes?)\W*", re.I
+)
+"""What stands above a part of a file, and says nothing of the file."""
+
 _RULE = re.compile(r"[-=*#~_/+\s]*")
 _TAG = re.compile(
     r"[@\\](?P<tag>\w+)\b(?:\[\w+(?:,\w+)?\])?[ \t]*(?:\{(?P<type>(?:[^{}]|\{[^{}]*\})*)\}[ \t]*)?"
@@ -78,8 +83,13 @@ class Comments:
             self.trailing[row] = text
 
     def above(self, row: int) -> str:
-        """Return the text of the comment that ends on the row above, without its marks."""
-        return _clean(self._block(row - 1))
+        """Return the text of the comment that ends on the row above, without its marks.
+
+        A blank line may follow a comment for documentation, `/** ... */`.
+        """
+        blank = row - 1 not in self.ending and row - 1 not in self.trailing
+        _, before = self.ending.get(row - 2, (0, ""))
+        return _clean(self._block(row - 2 if blank and before.startswith("/**") else row - 1))
 
     def beside(self, row: int) -> str:
         """Return the text of the comment behind code on a row, without its marks."""
@@ -98,7 +108,7 @@ class Comments:
         for end in ends:
             paragraphs = _clean(self._block(end)).split("\n\n")
             kept = [text for text in paragraphs if not _LICENCE.search(text)]
-            if any(text.strip() for text in kept) and end + 1 != attached:
+            if any(text.strip() and not _BANNER.fullmatch(text) for text in kept) and end + 1 != attached:
                 return "\n\n".join(kept).strip()
         return ""
 

@@ -327,6 +327,10 @@ class Reader:
         """Return the type that a method outside it belongs to, or a stand-in if it is not in the file."""
         if (id(scope), owner) in self.types:
             return self.types[id(scope), owner]
+        for held in scope.members:
+            if held.name == owner:  # a variable that gets methods, as in JavaScript
+                self.types[id(scope), owner] = held
+                return held
         draft = self.types[id(scope), owner] = Draft(
             owner, "implementation", node.start_point[0], node.end_point[0], parent=scope
         )
