@@ -335,7 +335,8 @@ def _own_anchor(name: str, what: str) -> str:
 
 def described(facts: Facts) -> tuple[str, str]:
     """Return what a file says of itself in one paragraph, and where: both empty if it says nothing."""
-    if facts.doc:
+    # Lines of a plain text that are no sentences, such as a list of files, do not describe it.
+    if facts.doc and (facts.language != "Text" or re.search(r"[.!?](\s|$)", facts.doc)):
         where = {"source": "docstring", "test": "docstring", "document": "first paragraph"}
         return parse(facts.doc).summary, where.get(facts.role, "comment")
     if facts.role == "data":

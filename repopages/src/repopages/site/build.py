@@ -262,4 +262,5 @@ def _keyword_addresses(out: Path) -> set[str]:
 
 
 def _times(out: Path) -> dict[str, int]:
-    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html")}
+    """Return when each page was written. Sphinx writes the page of the search every time."""
+    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html") if file.name != "search.html"}
