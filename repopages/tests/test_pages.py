@@ -379,8 +379,8 @@ def test_neighbours_are_drawn() -> None:
 
 def test_types_with_members_and_blank_files_leave_no_broken_link(tmp_path: Path) -> None:
     files = {
-        "src/types.ts": "export type Ref<T> = { current: T; deep: { id: number } };\nexport const LIMIT = 3;\n",
-        "src/render.js": "export const use = wrap(function () {\n  const id = 1;\n  function inner() {}\n});\n",
+        "src/types.ts": "export type Ref<T> = { current: T; deep: { id: number } };\n",
+        "src/render.js": "export const use = wrap(function () {\n  const id = 1;\n});\n",
         "blank.txt": "\n",
     }
     pages = markdown_of(tmp_path / "in", files, tmp_path / "out")

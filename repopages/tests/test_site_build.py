@@ -167,3 +167,14 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "page.html: broken link to #there",
         "page.html: broken link to no.png",
     ]
+
+
+def test_the_start_page_of_a_repository_without_a_readme_leads_to_its_files(tmp_path: Path) -> None:
+    (tmp_path / "in" / "tea").mkdir(parents=True)
+    (tmp_path / "in" / "tea" / "green.py").write_text('"""Green tea."""\n')
+    built = built_from(tmp_path / "in", tmp_path / "site")
+    assert built.warnings == ()
+    start = article(built, "index")
+    assert 'href="files/tea/green.py_docs.html"' in start
+    assert "Green tea." in start
+    assert "All documents" not in start
