@@ -14,7 +14,7 @@ _LICENCE = re.compile(
 _MARKS = re.compile(r"\s*(?:\*/|/\*\*<|/\*[*!]?|//[/!]?<|//[/!]?|\*(?!\w)|#+)[ \t]?")
 _TOOLS = re.compile(
     r"\s*(?:!|-\*-|vim:|eslint|jshint|global |@ts-|prettier|istanbul|NOLINT|clang-format|shellcheck|go:"
-    r"|\+build|@flow|@jest|use strict|sourceMappingURL|cspell|tslint|noqa|region|endregion)"
+    r"|\+build|@flow|@jest|[@#]__\w+__|use strict|sourceMappingURL|cspell|tslint|noqa|region|endregion)"
 )
 _BANNER = re.compile(
     r"\W*(?:module )?(?:dependencies|exports|variables|constants|imports|includes|prototypes?)\W*", re.I
