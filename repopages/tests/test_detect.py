@@ -39,7 +39,7 @@ _FILES = [
     ("contest.cc", b"", ("C++", "cpp", "source")),
     ("testing/tool.py", b"", ("Python", "python", "source")),
     ("app.js.map", b'{"version":3}', ("JSON", "json", "data")),
-    ("firmware.map", b"Memory", ("Text", "text", "document")),
+    ("firmware.map", b"Memory", ("Text", "text", "other")),
     ("tests/data.json", b"", ("JSON", "json", "data")),
 ]
 
