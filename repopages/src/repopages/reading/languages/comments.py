@@ -11,7 +11,8 @@ _LICENCE = re.compile(
     r"|received a copy of|author\(?s?\)?:|this software|liability|auto-?generated|do not edit",
     re.IGNORECASE,
 )
-_MARKS = re.compile(r"\s*(?:\*/|/\*\*<|/\*[*!]?|//[/!]?<|//[/!]?|\*(?!\w)|#+)[ \t]?")
+# A tab behind `//` is the indentation of code, in Go.
+_MARKS = re.compile(r"\s*(?:(?:\*/|/\*\*<|/\*[*!]?|\*(?!\w)|#+)[ \t]?|//[/!]?<? ?)")
 _TOOLS = re.compile(
     r"\s*(?:!|-\*-|vim:|eslint|jshint|global |@ts-|prettier|istanbul|NOLINT|clang-format|shellcheck|go:"
     r"|\+build|@flow|@jest|[@#]__\w+__|use strict|sourceMappingURL|cspell|tslint|noqa|region|endregion)"
@@ -55,7 +56,7 @@ _TITLES = {
 _SILENT = frozenset(
     re.findall(
         r"\w+",
-        "abstract access addtogroup api async callback class const constant constructor default defgroup enum"
+        "abstract access addtogroup api async author authors date callback class const constant constructor default defgroup enum"
         " export extends fn func function global hideconstructor ignore implements ingroup inheritDoc"
         " inheritdoc interface internal kind lends memberof method mixin module name namespace nosideeffects"
         " override package private prop property protected public readonly static this typedef version",
@@ -178,9 +179,11 @@ def _tagged(found: re.Match[str], rest: str, plain: list[str], sections: dict[st
         held = sections.setdefault(title, [])
         held += [f"    {rest}"] if rest else []
         return held
-    if tag in _SILENT:
+    if tag in _SILENT or (tag == "file" and re.fullmatch(r"[\w./-]*", rest)):
         return []  # and what follows is not kept
-    if tag in _SAID:
+    if tag in ("code", "endcode"):
+        plain += ["", "```cpp"] if tag == "code" else ["```", ""]
+    elif tag in _SAID:
         plain += ["", f"{_SAID[tag]}: {rest}" if rest else f"{_SAID[tag]}."]
     else:
         plain.append(rest if tag in _PROSE else found.string)

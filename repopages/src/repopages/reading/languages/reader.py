@@ -205,7 +205,7 @@ class Reader:
         return replace(
             self.facts,
             problem=self._problem(tree.root_node, end),
-            doc=self.notes.top(self.first, first),
+            doc=self.comment(self.notes.top(self.first, first)),
             items=tuple(draft.item() for draft in self.file.members),
             exports=tuple(sorted(self.exports)) if self.exports else None,
             imports=tuple(self.imports),
@@ -313,7 +313,7 @@ class Reader:
         return self.comment(self.notes.above(row)) if owner == node.start_byte else ""
 
     def comment(self, text: str) -> str:
-        """Return the comment above a definition in the markup of docstrings."""
+        """Return a comment for documentation in the markup of docstrings."""
         return text
 
     def signature(self, node: Node, whole: Node) -> str:

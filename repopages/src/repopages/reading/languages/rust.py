@@ -10,6 +10,7 @@ from repopages.reading.languages.reader import Draft, Reader, rules
 
 _PANICS = {"panic", "unreachable", "todo", "unimplemented", "bail", "ensure"}
 _ATTRIBUTES = {"", "rust", "ignore", "no_run", "should_panic", "compile_fail", "edition2018", "edition2021"}
+_LINK = re.compile(r"\[(`[^`\]]+`)\](?:\([\w:!()]+\)|\[[^\]]*\])?")
 _OPTION = re.compile(r"\b(long|short)\b(?:\s*=\s*[\"']([\w-]+)[\"'])?")
 
 
@@ -74,13 +75,14 @@ class Rust(Reader):
     getters = frozenset({"env.var", "env.var_os", "var", "var_os"})
 
     def comment(self, text: str) -> str:
-        """Return a comment whose code says that it is Rust, without the lines that rustdoc hides."""
+        """Return a comment whose code says that it is Rust, without links to items and hidden lines."""
         made, fence = list[str](), ""
         for line in text.splitlines():
             if line.startswith("```"):
                 is_rust = not fence and not set(line.strip("` ").split(",")) - _ATTRIBUTES
                 fence = "" if fence else "rust" if is_rust else "other"
                 line = "```rust" if is_rust else line
+            line = line if fence else _LINK.sub(r"\1", line)
             if fence != "rust" or not re.match(r"#(?: |$)", line):
                 made.append(line)
         return "\n".join(made)
