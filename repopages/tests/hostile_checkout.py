@@ -1,5 +1,6 @@
 """A repository whose files try to run, load, read or break something."""
 
+import os
 from pathlib import Path
 
 README = """---
@@ -47,6 +48,7 @@ inline <img src="https://evil.invalid/p.png" alt="remote"> <b onclick=alert(7)>b
 
 [js](javascript:alert(11)) [file](file:///etc/passwd) [data](data:text/html,x) [up](../../../etc/passwd)
 ![pic](https://evil.invalid/i.png) ![local](docs/pic.svg) ![up](../../../etc/passwd.png)
+![secret](docs/secret.png) ![pipe](docs/pipe.png)
 
 [good](docs/page.md#two) [code](src/a%20b%23.py#L2) [folder](src)
 
@@ -82,4 +84,7 @@ def write_hostile(folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     (folder / "src" / "binary.bin").write_bytes(bytes(range(256)))
+    (folder / "docs" / "secret.png").symlink_to("/etc/passwd")
+    os.mkfifo(folder / "docs" / "pipe.png")
+    (folder / os.fsdecode(b"src/no\xfftext.py")).write_text("def unnamed(): pass\n")
     return folder

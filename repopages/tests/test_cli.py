@@ -43,6 +43,7 @@ def test_find_prints_entries(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("words", "line"),
     [
         (["find"], "Missing argument 'KEYWORD'"),
+        (["find", " ", "json"], "keyword=' ' is not in the index"),
         (
             ["find", "no-such-word", "json"],
             "keyword='no-such-word' is not in the index of json: try a part of it",
@@ -85,7 +86,7 @@ def test_strict_fails_after_a_link_that_leads_nowhere(checkout: Path, tmp_path: 
     words = ["build", str(checkout), "--out", str(tmp_path / "site"), "--jobs", "1"]
     loose = run(*words)
     assert loose.exit_code == 0, loose.output
-    assert "2 links of its documents lead nowhere: --strict lists them" in loose.stderr
+    assert "Links of its documents that lead nowhere: 2, which --strict lists" in loose.stderr
     assert loose.stdout == f"{tmp_path / 'site' / 'index.html'}\n"
     result = run(*words, "--strict")
     assert result.exit_code == 1

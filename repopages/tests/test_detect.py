@@ -38,6 +38,8 @@ _FILES = [
     ("GemmTest.cpp", b"", ("C++", "cpp", "test")),
     ("contest.cc", b"", ("C++", "cpp", "source")),
     ("testing/tool.py", b"", ("Python", "python", "source")),
+    ("app.js.map", b'{"version":3}', ("JSON", "json", "data")),
+    ("firmware.map", b"Memory", ("Text", "text", "other")),
     ("tests/data.json", b"", ("JSON", "json", "data")),
 ]
 

@@ -229,3 +229,9 @@ def test_no_json_makes_the_reader_of_notebooks_fail(value: object) -> None:
 )
 def test_repeated_markup_is_read_in_time(path: str, unit: str) -> None:
     pickle.dumps(read_as(path, unit * (60_000 // len(unit))))
+
+
+def test_a_heading_below_other_text_is_not_the_title() -> None:
+    assert read_as("README.md", "[logo](x)\n\n### Contents\n\nText.\n\n# Tea\n").title == "Tea"
+    assert read_as("README.md", "Words.\n\n## Contents\n").title == ""
+    assert read_as("page.md", "## Tea\n\nText.\n").title == "Tea"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading_files import items, labels, read_as, words
+from repopages.reading.docstrings import markdown, parse
 
 CPP = """\
 // Copyright 2020 The Shop. All rights reserved.
@@ -508,3 +509,105 @@ def test_time_is_linear_in_the_size_of_a_file() -> None:
 
     seconds(100)
     assert seconds(4000) < 12 * max(seconds(1000), 0.05)
+
+
+def test_tags_of_jsdoc_are_sections() -> None:
+    text = """/**
+ * Load a basket, see {@link save}.
+ *
+ * @param {string} [name=tea] - its name
+ * @param {(a: B) => {x: 1}} done called at the end
+ * @returns {Promise<void>}
+ * @throws {TypeError} if it has no name
+ * @throws when the shop is closed
+ * @deprecated
+ * @public
+ * @example
+ * const a = load("tea");
+ *
+ * a.b();
+ */
+export function load(name, done) {}
+const twice = x => 2 * x;
+"""
+    found = items(read_as("load.js", text))
+    doc = parse(found["load"].doc)
+    assert doc.summary == "Load a basket, see `save`."
+    assert doc.body == "Deprecated."
+    assert doc.fields == [
+        ("param", "name", "string", "its name"),
+        ("param", "done", "(a: B) => {x: 1}", "called at the end"),
+        ("returns", "", "", "`Promise<void>`"),
+        ("raises", "TypeError", "", "if it has no name\nwhen the shop is closed"),
+    ]
+    assert doc.texts == {"example": '```javascript\nconst a = load("tea");\n\na.b();\n```'}
+    assert found["twice"].signature == "const twice = (x)"
+
+
+def test_headings_and_code_in_comments_of_rust() -> None:
+    text = """/// Load a basket.
+///
+/// # Examples
+///
+/// ```no_run
+/// # use shop::load;
+/// let a = load();
+/// ```
+///
+/// # Panics
+///
+/// Never.
+pub fn load() {}
+"""
+    doc = parse(items(read_as("load.rs", text))["load"].doc)
+    assert doc.texts == {"examples": "```rust\nlet a = load();\n```"}
+    assert markdown(doc.body, lambda code, shown="": code) == "**Panics**\n\nNever."
+
+
+def test_methods_of_a_javascript_variable_and_comments_above_a_blank_line() -> None:
+    text = """'use strict';
+
+/**
+ * Module dependencies.
+ * @private
+ */
+
+var http = require('http');
+
+/**
+ * The response.
+ */
+
+var res = Object.create(http.ServerResponse.prototype);
+
+/**
+ * Set the status.
+ */
+
+res.status = function status(code) {};
+
+// Not about it.
+
+res.links = function (links) {};
+"""
+    facts = read_as("response.js", text)
+    found = items(facts)
+    assert facts.doc == ""
+    assert [item.name for item in facts.items] == ["res"]
+    assert found["res"].doc == "The response."
+    assert found["res.status"].doc == "Set the status."
+    assert found["res.links"].doc == ""
+
+
+def test_code_in_comments_of_doxygen_and_go() -> None:
+    text = "/**\n * @file a.cpp\n * @brief Makes tea.\n * @author Me\n */\n#include <v>\n\nint a;\n"
+    assert read_as("a.cpp", text).doc == "Makes tea."
+    text = (
+        "/**\n * @brief Brew.\n * @return cups\n * @code\n * brew(3);\n * @endcode\n */\nint brew(int n) {}\n"
+    )
+    assert parse(items(read_as("a.cpp", text))["brew"].doc).body == "```cpp\nbrew(3);\n```"
+    text = "package a\n\n// Serve serves.\n//\n//\tServe(3)\nfunc Serve(n int) {}\n"
+    assert items(read_as("a.go", text))["Serve"].doc == "Serve serves.\n\n\tServe(3)"
+    assert items(read_as("a.rs", "/// See [`Cup`] of [`tea`](crate::tea).\nfn f() {}\n"))["f"].doc == (
+        "See `Cup` of `tea`."
+    )

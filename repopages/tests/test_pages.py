@@ -375,3 +375,14 @@ def test_neighbours_are_drawn() -> None:
     assert beside("a/b/c/x.py", "a/d") == "a/b"
     assert beside("a/x.py", "a/d") == "a"
     assert beside("a/d/e/x.py", "a/d") == "a/d"
+
+
+def test_types_with_members_and_blank_files_leave_no_broken_link(tmp_path: Path) -> None:
+    files = {
+        "src/types.ts": "export type Ref<T> = { current: T; deep: { id: number } };\n",
+        "src/render.js": "export const use = wrap(function () {\n  const id = 1;\n});\n",
+        "blank.txt": "\n",
+    }
+    pages = markdown_of(tmp_path / "in", files, tmp_path / "out")
+    assert not broken_links(pages)
+    assert '<a id="Ref.current">' in pages["src/types.ts_docs.md"]

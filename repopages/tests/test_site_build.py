@@ -49,6 +49,7 @@ class Tags(HTMLParser):
 
 def test_a_hostile_repository_is_inert(hostile: Built) -> None:
     assert hostile.warnings == ()
+    assert [file.name for file in (hostile.folder / "_pictures").rglob("*.*")] == ["pic.svg"]
     pages = [page for page in hostile.folder.rglob("*.html") if "_static" not in page.parts]
     assert len(pages) > 30
     for page in pages:
@@ -80,6 +81,8 @@ def test_links_of_documents_lead_to_pages(hostile: Built) -> None:
     assert 'href="../../index.html"' in article(hostile, "documents/docs/page")
     assert set(hostile.missing) == {
         "README.md: '../../../etc/passwd.png' is not in the repository",
+        "README.md: 'docs/pipe.png' is not in the repository",
+        "README.md: 'docs/secret.png' is not in the repository",
         "README.md: 'x' is not in the repository",
         "README.md:44: '../../../etc/passwd' is not in the repository",
         "docs/page.md:5: 'gone.md' is not in the repository",
@@ -113,11 +116,7 @@ def test_a_second_build_writes_only_what_changed(tmp_path: Path) -> None:
     checkout, out = write_hostile(tmp_path / "checkout"), tmp_path / "site"
     first = built_from(checkout, out)
     again = built_from(checkout, out)
-    assert (again.pages, again.written, again.missing) == (
-        first.pages,
-        1,
-        first.missing,
-    )  # 1: the search page
+    assert (again.pages, again.written, again.missing) == (first.pages, 0, first.missing)
     (checkout / "src" / "a b#.py").write_text("x = 2\ny = 3\n")
     os.utime(checkout / "src" / "a b#.py", (time.time() + 5,) * 2)
     changed = built_from(checkout, out)
@@ -168,3 +167,14 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "page.html: broken link to #there",
         "page.html: broken link to no.png",
     ]
+
+
+def test_the_start_page_of_a_repository_without_a_readme_leads_to_its_files(tmp_path: Path) -> None:
+    (tmp_path / "in" / "tea").mkdir(parents=True)
+    (tmp_path / "in" / "tea" / "green.py").write_text('"""Green tea."""\n')
+    built = built_from(tmp_path / "in", tmp_path / "site")
+    assert built.warnings == ()
+    start = article(built, "index")
+    assert 'href="files/tea/green.py_docs.html"' in start
+    assert "Green tea." in start
+    assert "All documents" not in start

@@ -146,7 +146,8 @@ def _report(built: Built, path: str, strict: bool, as_json: bool) -> None:
         )
         if built.missing and not strict:
             click.echo(
-                f"{len(built.missing)} links of its documents lead nowhere: --strict lists them", err=True
+                f"Links of its documents that lead nowhere: {len(built.missing)}, which --strict lists",
+                err=True,
             )
         click.echo((built.folder / "index.html").resolve())
     found = len(built.warnings) + len(built.missing)

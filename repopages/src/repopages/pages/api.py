@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from repopages.pages.book import VALUES, Page, parse
+from repopages.pages.book import Page, is_row, parse
 from repopages.pages.markup import anchor, code, counted, escape, fenced, listed, table
 from repopages.reading.docstrings import Docstring, Link, inline, markdown
 from repopages.reading.model import Item
@@ -29,8 +29,8 @@ def detailed(page: Page) -> str:
     facts = page.facts
     if facts.role == "data":
         return _keys(page)
-    values = [item for item in facts.items if item.kind in VALUES]
-    blocks = [item for item in facts.items if item.kind not in VALUES]
+    values = [item for item in facts.items if is_row(item)]
+    blocks = [item for item in facts.items if not is_row(item)]
     parts = [_values(page, values, "", level=3)] if values else []
     parts += [_described(page, item, item.name, level=3) for item in blocks]
     return "\n\n".join(parts)
@@ -50,10 +50,10 @@ def _described(page: Page, item: Item, name: str, level: int, around: Item | Non
         "" if around and _constructs(item, around) else _signature(page, item),
         *_text(parse(item.doc), link),
     ]
-    values = [member for member in item.members if member.kind in VALUES]
+    values = [member for member in item.members if is_row(member)]
     if values:
         parts.append(_values(page, values, f"{name}.", level + 1))
-    inner = [member for member in item.members if member.kind not in VALUES]
+    inner = [member for member in item.members if not is_row(member)]
     parts += [_described(page, member, f"{name}.{member.name}", level + 1, item) for member in inner]
     return "\n\n".join(part for part in parts if part)
 

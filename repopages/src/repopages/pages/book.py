@@ -282,6 +282,11 @@ def unlinked(code: str, shown: str = "") -> str:
     return markup.code(shown or code)
 
 
+def is_row(item: Item) -> bool:
+    """Return whether a definition is a row of a table. One with others inside has a heading, for theirs."""
+    return item.kind in VALUES and not item.members
+
+
 def item_anchors(facts: Facts) -> dict[str, str]:
     """Return the anchor of every definition in a file, by its dotted name.
 
@@ -294,7 +299,7 @@ def item_anchors(facts: Facts) -> dict[str, str]:
         for item in items:
             name = f"{prefix}{item.name}"
             anchor = _own_anchor(name, "item")
-            if item.kind in VALUES:
+            if is_row(item):
                 shown += 1
                 anchor = anchor if shown <= MOST_ROWS else around
             made.setdefault(name, anchor)
@@ -330,7 +335,8 @@ def _own_anchor(name: str, what: str) -> str:
 
 def described(facts: Facts) -> tuple[str, str]:
     """Return what a file says of itself in one paragraph, and where: both empty if it says nothing."""
-    if facts.doc:
+    # Lines of a plain text that are no sentences, such as a list of files, do not describe it.
+    if facts.doc and (facts.language != "Text" or re.search(r"[.!?](\s|$)", facts.doc)):
         where = {"source": "docstring", "test": "docstring", "document": "first paragraph"}
         return parse(facts.doc).summary, where.get(facts.role, "comment")
     if facts.role == "data":
@@ -351,7 +357,7 @@ def cut(text: str) -> str:
 
 def main_items(facts: Facts) -> list[Item]:
     """Return the definitions that a file is most likely about: public ones, constants only without others."""
-    named = [item for item in facts.items if item.kind not in VALUES] or list(facts.items)
+    named = [item for item in facts.items if not is_row(item)] or list(facts.items)
     return [item for item in named if item.public] or named
 
 

@@ -35,10 +35,12 @@ class FolderPage:
     Args:
         book: All pages.
         path: The folder, empty for the root.
+        here: Address of the page that links start from. By default, that of the two pages.
     """
 
     book: Book
     path: str
+    here: str = ""
 
     @property
     def library(self) -> Library:
@@ -61,10 +63,11 @@ class FolderPage:
         return escape(f"{self.path}/" if self.path else self.library.name)
 
     def link(self, there: str, text: str) -> str:
-        """Return a link from one of the two pages, which lie in the same folder."""
+        """Return a link from one of the two pages, which lie in the same folder, or from another page."""
         dialect = self.book.dialect
         top = "" if there == KEYWORDS else dialect.top
-        return link(text, relative(dialect.top + folder_index(self.path), top + there + dialect.suffix))
+        here = self.here or dialect.top + folder_index(self.path)
+        return link(text, relative(here, top + there + dialect.suffix))
 
     def file(self, path: str) -> str:
         """Return a link to a file's page."""
@@ -167,7 +170,7 @@ def page_of(folder: FolderPage) -> str:
     sections = {
         "Folder metadata": _metadata(folder),
         "Purpose": folder_summary(folder.book, folder.path) or "It has no README and no package docstring.",
-        "Structure": _structure(folder),
+        "Structure": structure(folder),
         "Architecture and design": _architecture(folder),
         "Statistics": _statistics(folder),
         "Testing and usage": _tests(folder),
@@ -196,7 +199,7 @@ def _folders_below(library: Library, path: str) -> Iterator[str]:
         yield from _folders_below(library, inner)
 
 
-def _structure(folder: FolderPage) -> str:
+def structure(folder: FolderPage) -> str:
     """Return the tree of folders and files below, with one line each."""
     lines = list(_tree(folder, folder.path, 0))
     more = len(lines) - _MOST_TREE

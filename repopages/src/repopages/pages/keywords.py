@@ -144,7 +144,9 @@ def look_up(word: str, library: Library) -> list[Keyword]:
     Returns:
         Whole matches, or else keywords that contain the word. Empty if there are none.
     """
-    book, sought = Book(library, GitHub()), word.lower()
+    book, sought = Book(library, GitHub()), word.strip().lower()
+    if not sought:
+        return []
     found = all_keywords(book)
     exact = [keyword for keyword in found if sought in (keyword.word.lower(), keyword.section.lower())]
     hits = exact or [keyword for keyword in found if sought in keyword.word.lower()]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from repopages.pages import evidence, sections
 from repopages.pages.book import SECTIONS, Page
 from repopages.pages.indexes import keyword_list
-from repopages.pages.keywords import keywords_of
+from repopages.pages.keywords import by_word, keywords_of
 from repopages.pages.markup import code, counted, escape
 
 _WRITERS: tuple[Callable[[Page], str], ...] = (
@@ -38,7 +38,7 @@ def file_text(page: Page) -> str:
     found = keywords_of(page.book, page.path)
     parts.append("## Keywords")
     if page.book.dialect.keyword_pages:
-        parts.append(f"[{counted(len(found), 'keyword')} of this file]({page.keywords_link})")
+        parts.append(f"[{counted(len(by_word(found)), 'keyword')} of this file]({page.keywords_link})")
     else:
         parts.append(keyword_list(page, found))
     return "\n\n".join(parts) + "\n"

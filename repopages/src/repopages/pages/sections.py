@@ -26,7 +26,8 @@ def metadata(page: Page) -> str:
     module, tests = library.module(page.path), library.tests(page.path)
     importers, imported = library.importers(page.path), library.imports(page.path)
     has_code = facts.role in ("source", "test") and facts.language in PARSED
-    media = mimetypes.guess_type(facts.name)[0] if facts.language == "Binary" else ""
+    media = mimetypes.guess_type(facts.name)[0] if facts.hidden == "binary" else ""
+    unread = "" if facts.hidden and facts.hidden != "binary" else "none, it is not text"
     rows = [
         ["path", page.line(1, code(page.path))],
         ["size", _size(facts.size)],
@@ -35,7 +36,7 @@ def metadata(page: Page) -> str:
         ["type", facts.role],
         ["media type", code(media) if media else ""],
         ["extension", code(extension) if extension else "none"],
-        ["encoding", escape(facts.encoding) if facts.encoding else "none, it is not text"],
+        ["encoding", escape(facts.encoding) if facts.encoding else unread],
         ["module", code(module) if module else ""],
         ["definitions", _kinds(page)],
         ["imports", counted(len(imported), "file") + " of this repository" if has_code else ""],
@@ -81,7 +82,7 @@ def _silent(page: Page) -> str:
     facts = page.facts
     if facts.hidden:
         media = mimetypes.guess_type(facts.name)[0]
-        kind = f" of type {code(media)}" if media and facts.language == "Binary" else ""
+        kind = f" of type {code(media)}" if media and facts.hidden == "binary" else ""
         return f"{escape(facts.hidden[:1].upper() + facts.hidden[1:])}{kind}, so its content was not read."
     if not facts.text.strip():
         is_package = facts.name == "__init__.py"

@@ -121,6 +121,8 @@ def _language(path: PurePosixPath, head: bytes) -> tuple[str, str]:
         return "XML", "xml"  # Qt's translations are named .ts as well.
     if language == "TypeScript" and extension == "tsx":
         return language, "tsx"
+    if extension == "map" and head.startswith(b"{"):
+        return "JSON", "json"  # from the source of a script to the script; a linker's map is text
     if path.name.lower() == "cmakelists.txt":
         return "CMake", "cmake"
     if language is None and _is_binary(head):

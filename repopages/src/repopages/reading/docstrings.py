@@ -123,6 +123,7 @@ _DIRECTIVES = _by_word(
 )
 
 _TITLE = re.compile(r"(?P<title>[A-Z][a-z]+(?: [A-Za-z]+)?) ?(?P<colons>::?)$")
+_HEADING = re.compile(r"#{1,6} +(?P<title>\S.*?) *#*$")
 _RULE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}$")
 _TYPE = r"(?:\s*\((?P<type>.*?)\))?"
 _ENTRY = re.compile(
@@ -167,14 +168,19 @@ def parse(doc: str) -> Docstring:
 
 def _sections(lines: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (title, colons, lines) of every section; the title of plain text is empty."""
-    title, colons, held = "", "", list[str]()
+    title, colons, held, fenced = "", "", list[str](), False
     for number, line in enumerate(lines):
+        fenced ^= line.startswith("```")
+        heading = None if fenced else _HEADING.match(line)
         following = lines[number + 1] if number + 1 < len(lines) else ""
         found = _TITLE.match(line)
-        name = (found["title"] if found else line.strip()).lower()
-        underlined = bool(_RULE.match(following)) and line[:1].strip() != ""
+        name = (found["title"] if found else heading["title"] if heading else line.strip()).lower()
+        ruled = not fenced and not following.startswith("```") and line[:1].strip() != ""
+        underlined = bool(heading or (ruled and _RULE.match(following)))
         indented = next((text for text in lines[number + 1 :] if text.strip()), "").startswith(" ")
-        if (name in _FIELDS or name in _TEXTS) and (underlined or (found and indented)):
+        if (name in _TEXTS if heading else name in _FIELDS or name in _TEXTS) and (
+            underlined or (found and indented)
+        ):
             yield title, colons, held
             title, colons, held = name, "" if underlined else found["colons"] if found else "", []
         elif title and colons == "" and not held and _RULE.match(line):
@@ -313,6 +319,9 @@ class _Blocks:
             literal = False
             if line.startswith((">>>", "```", "~~~", "..")) or _ITEM.match(line):
                 yield self._special(line)
+            elif heading := _HEADING.match(line):
+                self._at += 1
+                yield f"**{inline(heading['title'], self._link)}**"
             elif _TABLE.match(line):
                 yield code("\n".join(self._until_blank()), "text")
             elif _RULE.match(line):
@@ -401,7 +410,7 @@ class _Blocks:
         held = [self._lines[self._at]]
         self._at += 1
         while line := self._peek(0):
-            if line.startswith((">>>", "```", "~~~", ".. ")) or _TABLE.match(line):
+            if line.startswith((">>>", "```", "~~~", ".. ")) or _TABLE.match(line) or _HEADING.match(line):
                 break
             found = _ITEM.match(line)
             if found and (found["mark"] in "-*•" or found["mark"].strip("().") == "1"):

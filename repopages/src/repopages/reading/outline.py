@@ -118,8 +118,10 @@ class Outline:
     def head(self, title: str, level: int, line: int) -> None:
         """Start a section."""
         title = " ".join(title.split())
+        # A lower heading below other text is that of a part, such as "Table of contents".
+        if not self.title and (level == 1 or not self.parts):
+            self.title = title
         self.parts.append(Part(title, level, line, slug(title, self.anchors)))
-        self.title = self.title or title
         self.part.words |= identifiers(title)
 
     def say(self, text: str) -> None:

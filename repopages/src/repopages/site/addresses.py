@@ -104,7 +104,8 @@ class Site:
     def picture(self, page: str, target: str) -> str | None:
         """Return the path of a picture in the repository, or None if it is not one that a document shows."""
         path = path_of(self.document_of.get(page, ""), target)
-        return path if path in self.library.files and path.lower().endswith(_PICTURES) else None
+        facts = self.library.files.get(path) if path.lower().endswith(_PICTURES) else None
+        return path if facts and facts.size else None  # links and pipes have no size, and may lead elsewhere
 
 
 def path_of(document: str, target: str) -> str:

@@ -199,6 +199,8 @@ def _run_sphinx(
         app.build()
     except SphinxError as error:
         raise RepopagesError(f"Sphinx failed: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RepopagesError(f"Sphinx failed: {type(error).__name__}: {error}") from error
     lines = strip_escape_sequences(warned.getvalue()).replace(f"{sources}/", "").splitlines()
     warnings = tuple(line for line in lines if line.strip())
     warned_before.touch() if warnings else warned_before.unlink(missing_ok=True)
@@ -241,7 +243,8 @@ def _copy(site: Site, environment: Any, sources: Path, out: Path) -> None:
     for path in sorted(shown):
         target = out / PICTURES / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(site.library.root / path, target)
+        with contextlib.suppress(FileNotFoundError):  # it disappeared since it was read
+            shutil.copyfile(site.library.root / path, target, follow_symlinks=False)
 
 
 def _remove_others(out: Path, pages: set[str]) -> None:
@@ -259,4 +262,5 @@ def _keyword_addresses(out: Path) -> set[str]:
 
 
 def _times(out: Path) -> dict[str, int]:
-    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html")}
+    """Return when each page was written. Sphinx writes the page of the search every time."""
+    return {str(file): file.stat().st_mtime_ns for file in out.rglob("*.html") if file.name != "search.html"}

@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 
 from repopages.pages.addresses import relative
+from repopages.pages.book import Book
+from repopages.pages.folders import FolderPage, structure
 from repopages.pages.markup import code, escape, link
 from repopages.site.addresses import DOCUMENTS, START, Site
 
@@ -41,7 +43,8 @@ def _introduction(site: Site) -> str:
         for page, path in site.file_of.items()
         if path in readmes
     ]
-    return f"Its README is {', '.join(links)}." if links else "It has no README."
+    said = f"Its README is {', '.join(links)}." if links else "It has no README. Its files:"
+    return f"{said}\n\n{structure(FolderPage(Book(site.library, site.dialect), '', START))}"
 
 
 def _list(site: Site) -> str:

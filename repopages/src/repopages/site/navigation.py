@@ -61,7 +61,8 @@ class Navigation:
 
     def sidebar(self, page: str) -> str:
         """Return the documents of the repository, and the folders and files around a page."""
-        parts = [_caption("Documents"), f"<ul>{''.join(self._documents(page))}</ul>"]
+        documents = f"<ul>{''.join(self._documents(page))}</ul>"
+        parts = [_caption("Documents"), documents] if self.site.documents else []
         files = self._tree(page, "", self._around(page))
         parts += [_caption("Files"), f"<ul>{files}</ul>"]
         others = [(KEYWORDS, "All keywords"), (self._top + folder_page(""), "About the repository")]
@@ -117,6 +118,7 @@ class Navigation:
         rows = [
             f"<li>{_anchor(_to(START, target), title)}<span>{text}</span></li>"
             for target, title, text in links
+            if target != DOCUMENTS or self.site.documents
         ]
         programs = " · ".join(f'<a href="{name}">{name}</a>' for name in _PROGRAMS)
         return (

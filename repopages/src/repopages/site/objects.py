@@ -67,15 +67,16 @@ class Definitions(Domain):
 def note_definitions(env: BuildEnvironment, library: Library, facts: Facts) -> None:
     """Register the definitions of a file, which has just been read.
 
-    A name that another file has already is left out: Sphinx would warn of it.
+    A name that another file has already is left out: Sphinx would warn of it. So is a name that is no text,
+    because of the name of its file.
     """
     python = env.get_domain("py")
     if facts.language == "Python":
         module = library.module(facts.path)
-        if module and module not in python.modules:
+        if module.isprintable() and module and module not in python.modules:
             python.note_module(module, "purpose", "", "", False)
         for name, anchor, kind in _python_names(library, facts):
-            if name not in python.objects:
+            if name.isprintable() and name not in python.objects:
                 python.note_object(name, kind, anchor)
         return
     found = [(name, item.kind) for name, item in facts.walk() if item.kind in _KINDS and item.public]

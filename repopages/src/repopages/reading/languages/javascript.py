@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tree_sitter import Node
 
-from repopages.reading.languages.reader import Draft, Reader, rules
+from repopages.reading.languages.reader import Draft, Reader, rules, without_body
 from repopages.reading.model import Facts
 
 _FUNCTIONS = ("arrow_function", "function_expression", "generator_function")
@@ -285,7 +285,7 @@ class JavaScript(Reader):
             draft.parameters = self.parameters_of(right)
             body = right.child_by_field_name("body")
             end = body.start_byte if body else node.end_byte
-            draft.signature = self._shown(node.start_byte, end, 400).rstrip(" =>{")
+            draft.signature = without_body(self._shown(node.start_byte, end, 400))
         return draft
 
     def _exported(self, node: Node, right: Node, scope: Draft) -> Draft | None:

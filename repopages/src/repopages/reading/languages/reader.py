@@ -205,7 +205,7 @@ class Reader:
         return replace(
             self.facts,
             problem=self._problem(tree.root_node, end),
-            doc=self.notes.top(self.first, first),
+            doc=self.comment(self.notes.top(self.first, first)),
             items=tuple(draft.item() for draft in self.file.members),
             exports=tuple(sorted(self.exports)) if self.exports else None,
             imports=tuple(self.imports),
@@ -310,19 +310,27 @@ class Reader:
     def _doc(self, row: int, node: Node) -> str:
         """Return the comment above a row; of several definitions on a row it belongs to the first."""
         owner = self.owners.setdefault(row, node.start_byte)
-        return self.notes.above(row) if owner == node.start_byte else ""
+        return self.comment(self.notes.above(row)) if owner == node.start_byte else ""
+
+    def comment(self, text: str) -> str:
+        """Return a comment for documentation in the markup of docstrings."""
+        return text
 
     def signature(self, node: Node, whole: Node) -> str:
         """Return a definition as written, without its body, on one line."""
         body = self.body_of(node)
         end = body.start_byte if body else min(whole.end_byte, whole.start_byte + 4 * _LONGEST)
         text = self._shown(whole.start_byte, end, 4 * _LONGEST)
-        return re.sub(r"(?:\s|[;{,]|=>?$)+$", "", text)
+        return without_body(text)
 
     def own(self, owner: str, scope: Draft, node: Node) -> Draft:
         """Return the type that a method outside it belongs to, or a stand-in if it is not in the file."""
         if (id(scope), owner) in self.types:
             return self.types[id(scope), owner]
+        for held in scope.members:
+            if held.name == owner:  # a variable that gets methods, as in JavaScript
+                self.types[id(scope), owner] = held
+                return held
         draft = self.types[id(scope), owner] = Draft(
             owner, "implementation", node.start_point[0], node.end_point[0], parent=scope
         )
@@ -525,3 +533,12 @@ def descendants(node: Node, types: frozenset[str]) -> Iterator[Node]:
             yield child
         else:
             stack.extend(reversed(child.named_children))
+
+
+def without_body(text: str) -> str:
+    """Return the head of a definition without the signs that begin its body.
+
+    The only parameter of an arrow function gets parentheses, or it would look like the value of a variable.
+    """
+    text = re.sub(r"((?:=|\basync)\s*)([\w$]+)\s*=>\s*$", r"\1(\2)", text)
+    return re.sub(r"(?:\s|[;{,]|=>?$)+$", "", text)

@@ -9,6 +9,8 @@ from tree_sitter import Node
 from repopages.reading.languages.reader import Draft, Reader, rules
 
 _PANICS = {"panic", "unreachable", "todo", "unimplemented", "bail", "ensure"}
+_ATTRIBUTES = {"", "rust", "ignore", "no_run", "should_panic", "compile_fail", "edition2018", "edition2021"}
+_LINK = re.compile(r"\[(`[^`\]]+`)\](?:\([\w:!()]+\)|\[[^\]]*\])?")
 _OPTION = re.compile(r"\b(long|short)\b(?:\s*=\s*[\"']([\w-]+)[\"'])?")
 
 
@@ -71,6 +73,19 @@ class Rust(Reader):
         **rules("performance", "works in parallel", ".par_iter .par_iter_mut .into_par_iter .par_chunks"),
     }
     getters = frozenset({"env.var", "env.var_os", "var", "var_os"})
+
+    def comment(self, text: str) -> str:
+        """Return a comment whose code says that it is Rust, without links to items and hidden lines."""
+        made, fence = list[str](), ""
+        for line in text.splitlines():
+            if line.startswith("```"):
+                is_rust = not fence and not set(line.strip("` ").split(",")) - _ATTRIBUTES
+                fence = "" if fence else "rust" if is_rust else "other"
+                line = "```rust" if is_rust else line
+            line = line if fence else _LINK.sub(r"\1", line)
+            if fence != "rust" or not re.match(r"#(?: |$)", line):
+                made.append(line)
+        return "\n".join(made)
 
     def is_public(self, node: Node, name: str, scope: Draft) -> bool:
         """Return whether a name is `pub`; members of enums and traits are as public as those."""
