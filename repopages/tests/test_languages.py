@@ -602,9 +602,7 @@ res.links = function (links) {};
 def test_code_in_comments_of_doxygen_and_go() -> None:
     text = "/**\n * @file a.cpp\n * @brief Makes tea.\n * @author Me\n */\n#include <v>\n\nint a;\n"
     assert read_as("a.cpp", text).doc == "Makes tea."
-    text = (
-        "/**\n * @brief Brew.\n * @return cups\n * @code\n * brew(3);\n * @endcode\n */\nint brew(int n) {}\n"
-    )
+    text = "/**\n * @brief Brew.\n * @return cups\n * @code\n * brew(3);\n * @endcode\n */\nint brew();\n"
     assert parse(items(read_as("a.cpp", text))["brew"].doc).body == "```cpp\nbrew(3);\n```"
     text = "package a\n\n// Serve serves.\n//\n//\tServe(3)\nfunc Serve(n int) {}\n"
     assert items(read_as("a.go", text))["Serve"].doc == "Serve serves.\n\n\tServe(3)"

@@ -56,11 +56,11 @@ _TITLES = {
 _SILENT = frozenset(
     re.findall(
         r"\w+",
-        "abstract access addtogroup api async author authors date callback class const constant constructor"
-        " default defgroup enum"
-        " export extends fn func function global hideconstructor ignore implements ingroup inheritDoc"
-        " inheritdoc interface internal kind lends memberof method mixin module name namespace nosideeffects"
-        " override package private prop property protected public readonly static this typedef version",
+        "abstract access addtogroup api async author authors callback class const constant constructor date"
+        " default defgroup enum export extends fn func function global hideconstructor ignore implements"
+        " ingroup inheritDoc inheritdoc interface internal kind lends memberof method mixin module name"
+        " nosideeffects override package private prop property protected public readonly static this typedef"
+        " namespace version",
     )
 )
 """Tags that say what the definition itself shows, or that are for tools."""
