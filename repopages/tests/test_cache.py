@@ -193,6 +193,7 @@ def test_a_file_that_kills_its_reader_costs_only_its_own_facts(
     assert [path for path, facts in found.items() if facts.problem] == ["n7.py"]
 
 
+@pytest.mark.slow  # it waits until the reader is stopped
 def test_a_reader_that_never_ends_is_stopped(
     root: Path, monkeypatch: pytest.MonkeyPatch, new_workers: None
 ) -> None:
@@ -203,7 +204,7 @@ def test_a_reader_that_never_ends_is_stopped(
         " w.read = lambda root, path: time.sleep(99) if path == 'n3.py' else real(root, path); work()",
     )
     monkeypatch.setattr(workers, "_PROGRAM", program)
-    monkeypatch.setattr(workers, "_SLOW", 2.0)
+    monkeypatch.setattr(workers, "_SLOW", 10.0)
     found = {facts.path: facts for facts in workers.read_files(root, paths, 1)}
     assert [path for path, facts in found.items() if facts.problem] == ["n3.py"]
 
@@ -223,7 +224,7 @@ def test_processes_end_with_the_caller(root: Path) -> None:
     stream = workers.read_files(root, Repository.open(str(many(root))).files, 2)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < limit:
         time.sleep(0.01)  # a cancelled timer needs a moment
     assert threading.active_count() == before

@@ -1,7 +1,6 @@
 """Readers of programming languages: definitions, imports, errors, findings, and broken or hostile sources."""
 
 import pickle
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -498,17 +497,6 @@ def test_deep_nesting_is_read(path: str, unit: str) -> None:
     facts = read_as(path, unit * 1500)
     pickle.dumps(facts)
     assert max((name.count(".") for name, _ in facts.walk()), default=0) <= 20
-
-
-def test_time_is_linear_in_the_size_of_a_file() -> None:
-    def seconds(number: int) -> float:
-        text = "".join(f"// Of f{i}.\nstatic int f{i}(int a) {{ return g{i}(a); }}\n" for i in range(number))
-        start = time.process_time()
-        read_as("a.c", text)
-        return time.process_time() - start
-
-    seconds(100)
-    assert seconds(4000) < 12 * max(seconds(1000), 0.05)
 
 
 def test_tags_of_jsdoc_are_sections() -> None:

@@ -112,6 +112,7 @@ def test_sources_are_not_in_the_search_index(hostile: Built) -> None:
     assert "alert" not in index.partition('"terms"')[2] or "alert(96)" not in index
 
 
+@pytest.mark.slow  # four builds
 def test_a_second_build_writes_only_what_changed(tmp_path: Path) -> None:
     checkout, out = write_hostile(tmp_path / "checkout"), tmp_path / "site"
     first = built_from(checkout, out)

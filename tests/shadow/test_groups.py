@@ -181,7 +181,7 @@ def test_a_program_that_fails_on_one_rank_fails_the_others_before_the_limit() ->
     assert "Rank 1 failed: the program failed" in found, found
 
 
-def reads_elsewhere(rank: int, world_size: int) -> tuple[bool, str, int]:
+def reads_elsewhere(rank: int, world_size: int) -> tuple[str, int]:
     """The host reads a value of its own behind a collective that never ends."""
     world = world_on(None)
     communicator = GroupCommunicator(world, timedelta(seconds=6), torch.device("shadow", 0))
@@ -194,21 +194,18 @@ def reads_elsewhere(rank: int, world_size: int) -> tuple[bool, str, int]:
 
     instead = torch.zeros(2, device="shadow")
     result = engine.submit(program(), step=0, label="bucket 0", last=True, instead=instead)
-    began = time.monotonic()
     result.wait()[0].item()  # blocks until the wire thread aborts the communicator
-    blocked = time.monotonic() - began > 1
     text = ""
     try:
         engine.settle()
     except thinwire.WireError as error:
         text = str(error)
     engine.close()
-    return blocked, text, device.counts().get("groups aborted", 0)
+    return text, device.counts().get("groups aborted", 0)
 
 
 def test_a_host_that_reads_a_value_itself_is_woken_at_the_limit() -> None:
-    for blocked, text, aborted in run_ranks(reads_elsewhere, 2, backend=SHADOW, fresh=True):
-        assert blocked
+    for text, aborted in run_ranks(reads_elsewhere, 2, backend=SHADOW, fresh=True):
         assert "for AllReduce" in text, text
         assert aborted
 
