@@ -141,7 +141,7 @@ def test_every_name_that_ast_finds_in_torch_is_in_the_index() -> None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Return functions, classes, parameters, imports and raised errors, as Python's own parser sees them."""
+    """Return definitions, parameters, imports, raised errors and used constants, as `ast` sees them."""
     found = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -156,6 +156,8 @@ def _names(tree: ast.Module) -> set[str]:
             found.add("." * node.level + (node.module or ""))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             found.add(ast.unparse(node.exc.func))
+        if isinstance(node, ast.Attribute) and len(node.attr) > 2 and node.attr.isupper():
+            found.add(node.attr)
     # Parameters of lambdas have no place that explains them.
     lambdas = {
         arg.arg

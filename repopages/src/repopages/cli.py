@@ -6,6 +6,7 @@ Exit codes: 0 done · 1 failed · 2 wrong usage · 3 not possible on this machin
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from repopages.site.build import Built
 from repopages.site.build import build as build_site
 
 _MOST = 20  # entries that fit a screen
+_ROLE = re.compile(r":[\w:]+:`~?")
+"""The head of a reST role, such as `:class:`, which says nothing in a terminal."""
 
 
 class _Commands(click.Group):
@@ -200,7 +203,7 @@ def find(keyword: str, path: str, as_json: bool) -> None:
         click.secho(entry.word, bold=True, nl=False)
         click.echo(f"  {entry.kind}  {entry.path}#{entry.anchor}")
         if entry.summary:
-            click.echo(f"    {entry.summary}")
+            click.echo(f"    {_ROLE.sub('`', entry.summary)}")
     if len(found) > _MOST:
         click.echo(f"and {len(found) - _MOST} more", err=True)
 

@@ -62,6 +62,7 @@ def _all(book: Book, facts: Facts) -> Iterator[Keyword]:
     yield Keyword(facts.name, "file", path, "purpose", "Purpose", facts.title or parse(facts.doc).summary)
     yield from _definitions(book, facts)
     yield from _imports(facts)
+    yield from _constants(facts)
     safety = slug(_SAFETY)
     for error in facts.raised:
         yield Keyword(error.name, "raised", path, safety, _SAFETY, error.message)
@@ -100,6 +101,14 @@ def _imports(facts: Facts) -> Iterator[Keyword]:
             yield Keyword(held.name, "import", *place, f"from {module}")
         if held.alias:
             yield Keyword(held.alias, "import", *place, f"{held.name or module} as {held.alias}")
+
+
+def _constants(facts: Facts) -> Iterator[Keyword]:
+    """Yield constants and enum members of other files that this one uses, such as `Status.DONE`."""
+    for dotted in facts.names:
+        owner, _, name = dotted.rpartition(".")
+        if owner and len(name) > 2 and name.isupper():
+            yield Keyword(name, "used constant", facts.path, slug(_DEPENDENCIES), _DEPENDENCIES, dotted)
 
 
 def _concepts(book: Book, facts: Facts) -> Iterator[Keyword]:
