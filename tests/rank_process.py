@@ -94,6 +94,10 @@ def serve(pipe: Connection) -> None:
         pipe.send_bytes(_pickled(fine, stays, result))
 
 
+_held: list[dist.ProcessGroup] = []
+"""The group of the latest job."""
+
+
 def _run(job: Job, pipe: Connection) -> tuple[bool, Any]:
     world: dist.ProcessGroup | None = None
     holders: list[object] = []
@@ -109,10 +113,11 @@ def _run(job: Job, pipe: Connection) -> tuple[bool, Any]:
         dist.init_process_group(
             job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit
         )
-        # Held to the end by this thread: torch's hooks drop references on Gloo's own, and a group freed
-        # there waits for itself ("Resource deadlock avoided").
+        # Held by this thread until the next job: torch's hooks drop references on Gloo's own, maybe a moment
+        # after the job, and a group freed there waits for itself ("Resource deadlock avoided").
         world = dist.group.WORLD
         assert world is not None
+        _held[:] = [world]
         holders = _backend_holders(world)  # torch 2.6 may not end the process otherwise
         result = job.function(job.rank, job.world_size, *job.args)
         gc.collect()
@@ -120,7 +125,7 @@ def _run(job: Job, pipe: Connection) -> tuple[bool, Any]:
         dist.destroy_process_group()
     except BaseException:
         return False, traceback.format_exc()
-    del world, holders
+    del holders
     return True, result
 
 
