@@ -137,8 +137,8 @@ def _pickled(fine: bool, stays: bool, result: Any) -> bytes:
         return pickle.dumps((False, False, traceback.format_exc()))
 
 
-def _wire_threads_end(seconds: float = 30) -> bool:
-    """Whether no thread of thinwire is left; one that closes connections after a failure may take a moment.
+def _wire_threads_end(seconds: float = 150) -> bool:
+    """Whether no thread of thinwire is left; one that closes connections after a failure may take its limit.
 
     One that asks a store on a frozen host waits as long as that is frozen.
     """
