@@ -24,6 +24,11 @@ _MISSING = sorted({name for name in _NEEDS.values() if importlib.util.find_spec(
 
 collect_ignore = [path for path, name in _NEEDS.items() if name in _MISSING]
 
+_KERNELS = ["src/thinwire/kernels/triton/kinds.py", "src/thinwire/kernels/triton/twoshot.py"]
+_KERNELS += ["tests/kernels/triton/bits.py", "tests/kernels/triton/compiled.py"]
+if importlib.util.find_spec("triton") is None:
+    collect_ignore += _KERNELS
+
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Return the frameworks whose tests are left out."""

@@ -159,7 +159,7 @@ def fused(x: torch.Tensor, rounds: int) -> None:
             parts: tuple[torch.Tensor, ...] = parts,
         ) -> None:
             received = [(parts[0], parts[1])]
-            blocks.mean_encode(kind, block, [x], [residual], 1.0, received, 2, [error], into[0], into[1])
+            blocks.mean_encode(kind, block, [x], [residual], 1.0, received, 0, [error], into[0], into[1])
 
         pair: dict[str, Pair] = {"": (lambda _, f=feed_back: f(), lambda _, f=average: f())}  # type: ignore[misc]
         first, second = race(pair, x, rounds)[""]

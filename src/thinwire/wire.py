@@ -109,7 +109,7 @@ class Wire:
             else ""
         )
         table = "\n\n".join(filter(None, (runner.strategy.explain(), table, alone)))
-        if model.bucket_bytes is None:
+        if model.bucket_bytes is None or model.device.type != "cpu":  # which takes buckets whole
             return table
         gradient_bytes = sum(each.nbytes for each in model.parameters().values() if each.requires_grad)
         return f"{table}\n\n{explain_buckets(program, model.bucket_bytes, gradient_bytes)}"

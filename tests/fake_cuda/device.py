@@ -22,6 +22,7 @@ from tests.native_build import library, missing
 
 aten = torch.ops.aten
 _NO_KERNEL = {
+    aten._unsafe_view.default,
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,

@@ -17,7 +17,7 @@ typedef struct {
 } Pieces;
 
 void tw_encode(int32_t, int64_t, const Pieces *, float *, uint8_t *, float *);
-void tw_mean_encode(int32_t, int64_t, const Pieces *, int64_t, const float *const *, const uint8_t *const *, float,
+void tw_mean_encode(int32_t, int64_t, const Pieces *, int64_t, int64_t, const float *const *, const uint8_t *const *,
                     float *, uint8_t *, float *);
 void tw_decode(int32_t, int64_t, int64_t, const int64_t *, float *const *, const float *, const uint8_t *);
 void tw_add(int32_t, int64_t, int64_t, const int64_t *, float *const *, const float *, const uint8_t *, float);
@@ -60,7 +60,7 @@ static void blocks(int32_t kind, int64_t bits, int64_t width) {
         values[i] = numbers(lengths[i]), residuals[i] = numbers(lengths[i]), errors[i] = numbers(lengths[i]);
         count += (lengths[i] + width - 1) / width;
     }
-    float *scales = numbers(count), *other_scales = numbers(count), *scratch = numbers(2 * width);
+    float *scales = numbers(count), *other_scales = numbers(count), *scratch = numbers(4 * width);
     uint8_t *codes = room(count * width * bits / 8), *other_codes = room(count * width * bits / 8);
     for (int form = 0; form < 6; form++) {
         Pieces all = {3, lengths, values, form & 1 ? residuals : NULL,
@@ -68,7 +68,7 @@ static void blocks(int32_t kind, int64_t bits, int64_t width) {
         tw_encode(kind, width, &all, other_scales, other_codes, scratch);
         const float *received_scales[] = {other_scales, other_scales};
         const uint8_t *received_codes[] = {other_codes, other_codes};
-        tw_mean_encode(kind, width, &all, 2, received_scales, received_codes, 3.0f, scales, codes, scratch);
+        tw_mean_encode(kind, width, &all, 1, 3, received_scales, received_codes, scales, codes, scratch);
         tw_decode(kind, width, 3, lengths, errors, scales, codes);
         tw_add(kind, width, 3, lengths, errors, scales, codes, -0.3f);
     }

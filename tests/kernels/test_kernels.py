@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import BlockCodec, Float8, LargestEntries, OptionError, Quantize, SignBits, TwoMagnitudes
+from thinwire.codecs.rounding import sum_pairs
 from thinwire.codecs.topk import largest
 from thinwire.kernels import blocks, library, packing
 
@@ -124,22 +125,27 @@ def test_encoding_with_error_feedback(
     assert same(again[1], own_codes)
 
 
-@given(kinds, widths, st.integers(0, 700), st.data(), st.integers(2, 5), st.booleans())
+@given(kinds, widths, st.integers(0, 700), st.data(), st.integers(2, 9), st.booleans())
 def test_the_middle_of_a_two_shot(
     kind: str, width: int, length: int, data: st.DataObject, world: int, fed_back: bool
 ) -> None:
+    rank = data.draw(st.integers(0, world - 1))
     own = data.draw(pieces(lengths=[length, 5]))
     residuals = data.draw(pieces(lengths=[length, 5])) if fed_back else None
-    received, total = [], [v + r * 0.5 for v, r in zip(own, residuals, strict=True)] if residuals else own
-    for _ in range(world - 1):
+    received, terms = [], []
+    for number in range(world):
+        if number == rank:
+            fed = [v + r * 0.5 for v, r in zip(own, residuals, strict=True)] if residuals else own
+            terms.append(torch.cat(fed))
+            continue
         others = data.draw(pieces(finite=True, lengths=[length, 5]))
         scales, codes, decoded = by_torch(CODECS[kind](width), others)
         received.append((scales, codes))
-        total = [a + b for a, b in zip(total, decoded.split([length, 5]), strict=True)]
-    mean = [x / world for x in total]
+        terms.append(decoded)
+    mean = [x / world for x in sum_pairs(torch.stack(terms)).split([length, 5])]
     scales, codes, decoded = by_torch(CODECS[kind](width), mean)
     own_scales, own_codes = room(kind, width, own)
-    blocks.mean_encode(kind, width, own, residuals, 0.5, received, world, own, own_scales, own_codes)
+    blocks.mean_encode(kind, width, own, residuals, 0.5, received, rank, own, own_scales, own_codes)
     finite = scales.isfinite().flatten()
     assert same(own_scales, scales)
     assert same(own_codes[finite], codes[finite])

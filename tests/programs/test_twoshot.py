@@ -27,6 +27,7 @@ from thinwire import (
     TwoShot,
     Warmup,
 )
+from thinwire.codecs.rounding import sum_pairs
 from thinwire.kernels.library import switched_off
 from thinwire.programs.division import Division
 from thinwire.programs.memory import RESIDUAL
@@ -53,10 +54,8 @@ def named(forms: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def mean_in_order(gradients: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(gradients[0], dtype=torch.promote_types(gradients[0].dtype, torch.float32))
-    for gradient in gradients:
-        total += gradient.to(total.dtype) * (1 / len(gradients))
-    return total.to(gradients[0].dtype)
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return sum_pairs(torch.stack(gradients).to(wide) * (1 / len(gradients))).to(gradients[0].dtype)
 
 
 @given(st.sampled_from(CODECS), shapes, st.integers(1, 5), st.sampled_from(DTYPES), st.data())

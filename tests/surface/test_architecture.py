@@ -49,6 +49,7 @@ DOORS = {
     for name in (
         "amp/internals.py",
         "engine/comm/process_group.py",
+        "engine/foreach.py",
         "models/ddp/internals.py",
         "models/fsdp/internals.py",
         "step/autograd.py",

@@ -50,6 +50,11 @@ class Codec(ABC):
         wire = thinwire.attach(ddp, thinwire.Reduced(Half()))
     """
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers from its `seed`."""
+        return hasattr(self, "seed")
+
     additive: ClassVar[bool] = False
     """Whether encodings can be summed: decode(a + b) = decode(a) + decode(b), except for rounding."""
 
@@ -169,6 +174,15 @@ class BlockCodec(Codec):
     def part_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """Dtypes of the parts if they differ from those that `encode_blocks` returns, else None."""
         return None
+
+    @property
+    def strided(self) -> bool:
+        """Whether `decode_blocks` and `finite` take parts of many messages at once, by default not.
+
+        Parts and `out` then have a dimension more before those of the matrix, and parts are not contiguous.
+        It saves their copies on accelerators.
+        """
+        return False
 
     @abstractmethod
     def encode_blocks(self, x: torch.Tensor) -> Parts:

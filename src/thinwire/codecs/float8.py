@@ -7,7 +7,7 @@ import torch
 
 from thinwire.codecs.checks import check_block
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.magnitudes import scale_of
+from thinwire.codecs.magnitudes import finite_scales, scale_of
 from thinwire.errors import OptionError
 
 Variant: TypeAlias = Literal["e4m3", "e5m2"]
@@ -53,9 +53,14 @@ class Float8(BlockCodec):
         """Native code for both formats."""
         return self.variant
 
+    @property
+    def strided(self) -> bool:
+        """All operations are along the last dimension."""
+        return True
+
     def finite(self, parts: Parts) -> torch.Tensor:
         """Return whether the largest magnitude of every block is finite."""
-        return (parts[0] * torch.finfo(_FORMATS[self.variant]).max).isfinite().all()
+        return finite_scales(parts[0], torch.finfo(_FORMATS[self.variant]).max)
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return scales and codes."""
@@ -66,7 +71,7 @@ class Float8(BlockCodec):
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale."""
         scale, codes = parts
-        if self.variant == "e4m3":
+        if self.variant == "e4m3" and out.device.type == "cpu":
             out.copy_(_to_half(codes)).mul_(scale * 256)
         else:
             out.copy_(codes.view(_FORMATS[self.variant])).mul_(scale)

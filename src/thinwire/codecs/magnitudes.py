@@ -1,6 +1,10 @@
 """Scales and magnitudes of blocks, with the same bits on every processor."""
 
+import functools
+import math
+
 import torch
+from torch.nn import functional
 
 from thinwire.codecs.rounding import divide
 
@@ -13,24 +17,74 @@ def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor
 
     The reciprocal is 0 where it would not be finite. A row with a non-finite number has a non-finite scale.
     """
-    # abs: of zeros the sign that `maximum` returns depends on the processor.
-    # amax and amin are six times as fast as aminmax by rows, or a norm (benchmarks/codecs.py).
-    most = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).abs_()
-    return divide(most, levels), torch.where(most > TINY, most.reciprocal() * levels, 0.0)
+    most = largest_magnitude(x)
+    # 1 / infinity is 0. A NaN stays one: it is not below the threshold.
+    inverse = functional.threshold(most, TINY, torch.inf).reciprocal_().mul_(levels)
+    return divide(most, levels), inverse
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude over the last dimension, which stays. NaN if there is a NaN."""
+    if x.device.type == "cuda":
+        # One kernel that reads x once. Other devices' norms may lose NaN.
+        norm: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
+        return norm
+    if x.device.type == "cpu":
+        # Six times as fast as aminmax by rows, or a norm (benchmarks/codecs.py).
+        # abs: of zeros the sign that `maximum` returns depends on the processor.
+        return torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_()).abs_()
+    return x.abs().amax(-1, keepdim=True)
+
+
+def finite_scales(scales: torch.Tensor, levels: float = 1.0) -> torch.Tensor:
+    """Return whether all scales times `levels` are finite, as a scalar bool tensor. Scales are not negative.
+
+    >>> finite_scales(torch.tensor([2e36, 0.0]), 127), finite_scales(torch.tensor([3e36]), 127)
+    (tensor(True), tensor(False))
+    """
+    return (scales <= _largest_scale(levels)).all()
+
+
+@functools.cache
+def _largest_scale(levels: float) -> float:
+    """Return the largest float32 whose product with `levels` is rounded to a finite number."""
+    # Products from here on are rounded to infinity. The quotient is no float32, except for odd factors of
+    # 2^25 - 1, so that cutting it to 24 bits gives the number below it.
+    mantissa, exponent = math.frexp((2.0**128 - 2.0**103) / levels)
+    return math.ldexp(math.floor(math.ldexp(mantissa, 24)), exponent - 24)
+
+
+def write_scaled(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Write integers times their row's scale, in one kernel on an accelerator."""
+    if out.device.type == "cpu":
+        out.copy_(codes).mul_(scale)  # without a temporary copy of the codes in float32
+    else:
+        torch.mul(codes, scale, out=out)
 
 
 def sums_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row as a column. `x` is overwritten.
+    """Return the sums over the last dimension, which stays with a length of 1. `x` is overwritten.
 
     The second half is added to the first until one column is left. torch.sum's order, and so its last bits,
     depend on the processor and the number of threads.
     """
-    left = x.shape[1]
+    left = x.shape[-1]
     while left > 1:
         half = (left + 1) // 2
-        x[:, : left - half].add_(x[:, half:left])
+        x[..., : left - half].add_(x[..., half:left])
         left = half
-    return x[:, :1]
+    return x[..., :1]
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    """Return the first step of `sums_of` as a new tensor, and leave `x` as it is."""
+    width = x.shape[-1]
+    half = (width + 1) // 2
+    if width % 2 == 0:
+        return x[..., :half] + x[..., half:]
+    first = x[..., :half].clone()
+    first[..., : width - half].add_(x[..., half:])
+    return first
 
 
 def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,51 +103,64 @@ def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
         lowest. A row with a non-finite number has a non-finite `low`.
     """
     magnitudes, levels = x.abs(), 2 ** (bits - 1) - 1
-    least, most = magnitudes.amin(1, keepdim=True), magnitudes.amax(1, keepdim=True)
-    if bits == 2:
-        low, high, _ = two_means(magnitudes, 1.0)
-        low = torch.where(least > 0, low, 0.0)
-    else:
-        low, high = least, most
-    low = low.bfloat16()
-    step = divide(high - low, levels).bfloat16().float()
-    inverse = torch.where(step > TINY, step.reciprocal(), 0.0)
-    codes = ((magnitudes - low) * inverse).round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
+    low, high = magnitudes.amin(1, keepdim=True), magnitudes.amax(1, keepdim=True)
     # Zero times a non-finite number is NaN, whichever of the row's numbers it was.
-    ranges = torch.cat([low + most * 0, step.bfloat16()], dim=1).bfloat16()
-    return ranges, codes.mul_(2).add_(x < 0)
+    missing = high * 0
+    if bits == 2:
+        means = two_means(x, 1.0, x.new_empty(x.shape, dtype=torch.bool))
+        low, high = torch.where(low > 0, means[:, :1], 0.0), means[:, 1:]
+    ranges = x.new_empty(x.shape[0], 2, dtype=torch.bfloat16)
+    low_sent, step_sent = ranges[:, :1].copy_(low + missing), ranges[:, 1:]
+    step = step_sent.copy_(divide(high - low_sent, levels)).float()
+    # 1 / infinity is 0.
+    inverse = functional.threshold(step, TINY, torch.inf).reciprocal_()
+    codes = (
+        magnitudes.sub_(low_sent).mul_(inverse).round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
+    )
+    return ranges, torch.add(x < 0, codes, alpha=2)  # of integers, which are not rounded
 
 
 def decode_magnitudes(ranges: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 numbers that `encode_magnitudes` encoded, each operation rounded by itself."""
-    low, step = ranges.float().unbind(1)
-    magnitudes = (codes >> 1).float().mul_(step.unsqueeze(1)).add_(low.unsqueeze(1))
-    return torch.where(codes.bitwise_and(1).bool(), -magnitudes, magnitudes)
+    low, step = ranges.float().split(1, dim=1)
+    magnitudes = torch.mul(codes >> 1, step).add_(low)
+    signed = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
+    # The lowest bit, moved to where an integer has its sign.
+    return magnitudes.copysign_(signed << 8 * signed.element_size() - 1)
 
 
-def two_means(magnitudes: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def two_means(x: torch.Tensor, threshold: float, large: torch.Tensor) -> torch.Tensor:
     """Divide each row's magnitudes into small and large ones.
 
     Sums are taken in a fixed order, so that their bits depend on neither the processor nor the threads.
 
     Args:
-        magnitudes: A float32 matrix.
+        x: A float32 matrix.
         threshold: A number is large if its square exceeds `threshold` times the row's mean square. If squares
             overflow or underflow, no number is large.
+        large: A bool tensor with the numbers of `x` in any shape that has a row for each of its rows.
+            Overwritten with which numbers are large.
 
     Returns:
-        The mean of the small numbers, the mean of the large ones, and a bool matrix of which are large. If a
-        row has only one kind, both means are equal. The means of a row with a non-finite number are NaN.
+        The mean of the small numbers and that of the large ones, as two columns. If a row has only one kind,
+        both means are equal. The means of a row with a non-finite number are NaN.
     """
-    width, total = magnitudes.shape[1], sums_of(magnitudes.clone())
-    squares = magnitudes * magnitudes
-    large = squares > divide(sums_of(squares.clone()), width) * threshold
-    count = large.sum(1, keepdim=True)
-    above = sums_of(torch.where(large, magnitudes, 0.0))
-    high, low = above / count.clamp_min(1), (total - above) / (width - count).clamp_min(1)
-    missing = total * 0  # NaN where the total is not finite
-    return (
-        torch.where(count == width, high, low) + missing,
-        torch.where(count == 0, low, high) + missing,
-        large,
-    )
+    rows, width = x.shape
+    both = x.new_empty(2, rows, width)
+    # One round of sums for the magnitudes and the squares.
+    torch.abs(x, out=both[0])
+    torch.mul(x, x, out=both[1])
+    total, square = sums_of(_halved(both))
+    limit = divide(square, width) * threshold
+    total = total + total * 0  # NaN where the total is not finite
+    del square  # the last view of the sums' memory, as large as x
+    shape = large.shape
+    torch.gt(both[1].view(shape), limit.view(rows, *(1 for _ in shape[1:])), out=large)
+    count = large.sum([*range(1, large.dim())]).unsqueeze(1)
+    above = sums_of(torch.where(large, both[0].view(shape), 0.0).view(rows, width))
+    # 0 / 0 is NaN, and fmax and fmin take the other mean for it. Otherwise the large mean is the larger one.
+    high, low = above / count, (total - above) / (width - count)
+    means = x.new_empty(rows, 2)
+    torch.fmax(high, low, out=means[:, 1:])
+    torch.fmin(low, means[:, 1:], out=means[:, :1])
+    return means

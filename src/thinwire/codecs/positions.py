@@ -11,6 +11,7 @@ See Vigna: Quasi-succinct indices, https://arxiv.org/abs/1206.4300.
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from thinwire.kernels import packing as native
 
@@ -57,10 +58,13 @@ class Positions:
         bits = self.lower_bits
         if native.supported(places, torch.int64):
             return native.pack_positions(places, bits, self._unary_bits(bits), self.nbytes)
-        ones = (places >> bits) + self._numbers(self.kept, places)
-        unary = places.new_zeros(places.shape[0], self._unary_bits(bits)).scatter_(1, ones, 1)
-        lower = places & ((1 << bits) - 1)
-        return torch.cat([pack_bits(lower, bits), pack_bits(unary, 1)], dim=1)
+        # The bits of a row, one per byte: those of all lower parts, and the unary vector of the upper parts.
+        each = places.new_zeros((places.shape[0], self.nbytes * 8), dtype=torch.uint8)
+        numbers = _numbers(max(self.kept, bits), places)
+        _split_bits(places, numbers[:bits], out=each[:, : self.kept * bits])
+        ones = (places >> bits).add_(numbers[: self.kept])
+        each[:, packed_bytes(self.kept, bits) * 8 :].scatter_(1, ones, 1)
+        return joined(each.view(places.shape[0], self.nbytes, 8), 1, dim=2)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the positions of each row as an int64 matrix, without a host read.
@@ -73,28 +77,53 @@ class Positions:
         bits = self.lower_bits
         if native.supported(packed, torch.uint8):
             return native.unpack_positions(packed, bits, self._unary_bits(bits), self.kept)
-        lower, unary = packed.split(
-            [packed_bytes(self.kept, bits), packed_bytes(self._unary_bits(bits), 1)], 1
+        rows, numbers = packed.shape[0], _numbers(max(self.kept, 8, bits), packed)
+        each = (
+            (packed.unsqueeze(2) >> numbers[:8].to(torch.uint8)).bitwise_and_(1).view(rows, self.nbytes * 8)
         )
-        ones = unpack_bits(unary, 1, self._unary_bits(bits))
-        number = ones.cumsum(1) - 1
-        # The i-th one is at its upper part + i. All zeros write to one more column, which is dropped.
-        column = torch.where(ones.bool(), number, self.kept).clamp_(max=self.kept)
-        upper = self._numbers(ones.shape[1], packed) - number
-        found = upper.new_zeros(packed.shape[0], self.kept + 1).scatter_(1, column, upper)[:, : self.kept]
-        return (found << bits) + unpack_bits(lower, bits, self.kept)
+        unary = each[:, packed_bytes(self.kept, bits) * 8 :]
+        # The i-th one is at its upper part + i. It is where the count of ones first exceeds i.
+        count = numbers[: self.kept].expand(rows, self.kept).contiguous()
+        upper = torch.searchsorted(unary.cumsum(1, dtype=torch.int32), count, right=True).sub_(count)
+        if bits == 0:
+            return upper
+        lower = each[:, : self.kept * bits].view(rows, self.kept, bits)
+        if bits > 1:
+            lower = lower << numbers[:bits]
+        return torch.add(lower.sum(2) if bits > 1 else lower.squeeze(2), upper, alpha=1 << bits)
 
     def _unary_bits(self, lower_bits: int) -> int:
         return self.kept + ((self.width - 1) >> lower_bits)
 
-    @staticmethod
-    def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.arange(count, dtype=torch.int64, device=like.device)
+
+def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device=like.device)
+
+
+def _split_bits(numbers: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the bits of each number at these places to bytes of their own."""
+    rows, count = numbers.shape
+    torch.bitwise_and(numbers.unsqueeze(2) >> places, 1, out=out.view(rows, count, len(places)))
 
 
 def packed_bytes(count: int, bits: int) -> int:
     """Return the bytes that `count` integers of `bits` bits take."""
     return -(-count * bits // 8)
+
+
+def joined(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Join 8 / bits small integers along a dimension to one byte, the first in its lowest bits.
+
+    Halves are joined to each other, in one kernel each, until one is left.
+
+    >>> joined(torch.tensor([[1, 0, 0, 0, 0, 0, 1, 0]], dtype=torch.uint8), 1, dim=1)
+    tensor([65], dtype=torch.uint8)
+    """
+    while codes.shape[dim] > 1:
+        half = codes.shape[dim] // 2
+        lower, upper = codes.split(half, dim)
+        codes = torch.add(lower, upper, alpha=1 << bits * half)  # of integers, which are not rounded
+    return codes.squeeze(dim)
 
 
 def pack_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -111,27 +140,30 @@ def pack_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     tensor([[33,  3]], dtype=torch.uint8)
     """
     rows, count = numbers.shape
-    size, numbers = packed_bytes(count, bits), numbers.long()
-    if native.supported(numbers, torch.int64):
-        return native.pack(numbers, bits, size)
-    places = torch.arange(bits, dtype=torch.int64, device=numbers.device)
-    each = (numbers.unsqueeze(2) >> places).bitwise_and_(1).view(rows, count * bits)
-    whole = each.new_zeros(rows, size * 8)
-    whole[:, : count * bits] = each
-    weights = torch.arange(8, dtype=torch.int64, device=numbers.device)
-    return (whole.view(rows, size, 8) << weights).sum(2).to(torch.uint8)
+    size = packed_bytes(count, bits)
+    if native.supported(numbers, numbers.dtype):
+        return native.pack(numbers.long(), bits, size)
+    if 8 % bits == 0:
+        whole = functional.pad(numbers.to(torch.uint8), (0, size * 8 // bits - count))
+        return joined(whole.view(rows, size, 8 // bits), bits, dim=2)
+    each = numbers.new_zeros((rows, size * 8), dtype=torch.uint8)
+    _split_bits(numbers, _numbers(bits, numbers), out=each[:, : count * bits])
+    return joined(each.view(rows, size, 8), 1, dim=2)
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the `count` integers in each row of packed bytes, as int64.
+    """Return the `count` integers in each row of packed bytes, in an integer dtype that has room for them.
 
-    >>> unpack_bits(torch.tensor([[33, 3]], dtype=torch.uint8), 4, 3)
+    >>> unpack_bits(torch.tensor([[33, 3]], dtype=torch.uint8), 4, 3).long()
     tensor([[1, 2, 3]])
     """
     if native.supported(packed, torch.uint8):
         return native.unpack(packed, bits, count)
-    rows = packed.shape[0]
-    places = torch.arange(8, dtype=torch.int64, device=packed.device)
-    each = (packed.long().unsqueeze(2) >> places).bitwise_and_(1).view(rows, packed.shape[1] * 8)
-    weights = torch.arange(bits, dtype=torch.int64, device=packed.device)
-    return (each[:, : count * bits].view(rows, count, bits) << weights).sum(2)
+    rows, size = packed.shape
+    if 8 % bits == 0:
+        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        each = (packed.unsqueeze(2) >> places).bitwise_and_((1 << bits) - 1)
+        return each.view(rows, size * 8 // bits)[:, :count]
+    places = _numbers(max(8, bits), packed)
+    each = (packed.unsqueeze(2) >> places[:8]).bitwise_and_(1).view(rows, size * 8)
+    return (each[:, : count * bits].view(rows, count, bits) << places[:bits]).sum(2)

@@ -7,7 +7,7 @@ import torch
 from thinwire.codecs.checks import check_block, check_seed, is_whole
 from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
 from thinwire.codecs.draws import random_floats
-from thinwire.codecs.magnitudes import TINY, scale_of
+from thinwire.codecs.magnitudes import TINY, finite_scales, scale_of, write_scaled
 from thinwire.codecs.rounding import divide
 from thinwire.errors import OptionError
 
@@ -60,9 +60,19 @@ class Quantize(BlockCodec):
         return self.bits + (64 if self.affine else 32) / self.block
 
     @property
+    def draws(self) -> bool:
+        """Only stochastic rounding does."""
+        return self.stochastic
+
+    @property
     def kernel(self) -> str | None:
         """Native code for symmetric codes with rounding to nearest."""
         return None if self.affine or self.stochastic else f"int{self.bits}"
+
+    @property
+    def strided(self) -> bool:
+        """All operations are along the last dimension."""
+        return True
 
     @property
     def part_dtypes(self) -> tuple[torch.dtype, ...] | None:
@@ -76,7 +86,7 @@ class Quantize(BlockCodec):
             low = x.amin(1, keepdim=True)
             levels = 2**self.bits - 1
             scale = divide(x.amax(1, keepdim=True) - low, levels)
-            inverse = torch.where(scale * levels > TINY, 1 / scale, 0.0)
+            inverse = torch.where(scale * levels > TINY, scale.reciprocal(), 0.0)
             codes = self._rounded(torch.sub(x, low, out=scratch_like(x)).mul_(inverse)).clamp_(0, levels)
             return scale, low, self._packed(codes, torch.uint8)
         scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1)
@@ -84,14 +94,14 @@ class Quantize(BlockCodec):
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale, and add the offset if affine."""
-        self._unpack(parts[-1], out)
-        out.mul_(parts[0])
+        codes = parts[-1] if self.bits == 8 else _halves(parts[-1])
+        write_scaled(codes, parts[0], out)
         if self.affine:
             out.add_(parts[1])
 
     def finite(self, parts: Parts) -> torch.Tensor | None:
         """Return whether the largest magnitude of every block is finite."""
-        return None if self.affine else (parts[0] * (2 ** (self.bits - 1) - 1)).isfinite().all()
+        return None if self.affine else finite_scales(parts[0], 2 ** (self.bits - 1) - 1)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.stochastic:
@@ -107,11 +117,11 @@ class Quantize(BlockCodec):
         low, high = rounded.to(dtype).chunk(2, dim=1)
         return low.bitwise_and(15).add_(high, alpha=16)  # of integers, which are not rounded
 
-    def _unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """Write codes to `out`. Arithmetic shifts keep the sign of signed 4-bit codes."""
-        if self.bits == 8:
-            out.copy_(codes)
-            return
-        low, high = out.chunk(2, dim=1)
-        low.copy_((codes << 4) >> 4)
-        high.copy_(codes >> 4)
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit codes in bytes. Arithmetic shifts keep the sign of signed ones."""
+    *rows, half = codes.shape
+    both = codes.new_empty(*rows, 2, half)
+    torch.bitwise_left_shift(codes, 4, out=both[..., 0, :])
+    both[..., 1, :].copy_(codes)
+    return both.bitwise_right_shift_(4).view(*rows, 2 * half)

@@ -12,6 +12,7 @@ from thinwire.codecs.magnitudes import decode_magnitudes, encode_magnitudes
 from thinwire.codecs.positions import Positions, pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import OptionError
 from thinwire.kernels import packing as native
+from thinwire.kernels.blocks import finite
 
 Values: TypeAlias = Literal["int2", "int4", "int8", "bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,7 +73,7 @@ class LargestEntries(BlockCodec):
 
     def finite(self, parts: Parts) -> torch.Tensor:
         """Return whether all kept numbers are finite."""
-        return parts[0].isfinite().all()
+        return finite(parts[0])
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return values and positions, or ranges of magnitudes, positions and codes of values."""
@@ -104,12 +105,12 @@ def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     The bits of a magnitude and its position form one integer. All integers are therefore different, and ties
     are broken equally on every device, which `topk` does not promise.
     """
-    width = x.shape[1]
-    backwards = torch.arange(width - 1, -1, -1, dtype=torch.int64, device=x.device)
-    magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
-    keys = magnitudes.bitwise_left_shift_(_PLACE_BITS).add_(backwards)
-    best = keys.topk(kept, dim=1, sorted=False).values
-    return best.bitwise_and_((1 << _PLACE_BITS) - 1).neg_().add_(width - 1).sort(dim=1).values
+    places = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+    magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    # Negated, so that the smallest keys have the largest magnitudes and, of equal ones, the first positions.
+    keys = torch.sub(places, magnitudes, alpha=1 << _PLACE_BITS)  # of integers, which are not rounded
+    best = keys.topk(kept, dim=1, largest=False, sorted=False).values
+    return best.bitwise_and_((1 << _PLACE_BITS) - 1).sort(dim=1).values
 
 
 def check_ratio(ratio: object) -> None:

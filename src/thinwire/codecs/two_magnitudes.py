@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.magnitudes import two_means
+from thinwire.codecs.codec import BlockCodec, Parts
+from thinwire.codecs.magnitudes import finite_scales, two_means
+from thinwire.codecs.positions import joined
 
 _THRESHOLD = 1.21
 """The factor of a block's mean square above which the square of a number counts as large.
@@ -53,32 +54,26 @@ class TwoMagnitudes(BlockCodec):
 
     def finite(self, parts: Parts) -> torch.Tensor:
         """Return whether all magnitudes are finite."""
-        return parts[0].isfinite().all()
+        return finite_scales(parts[0])
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return magnitudes and packed codes: bits 2i and 2i + 1 of the bytes hold the i-th quarter."""
-        magnitudes = torch.abs(x, out=scratch_like(x))
-        low, high, large = two_means(magnitudes, _THRESHOLD)
-        codes = large.view(torch.uint8).mul(2).add_((x < 0).view(torch.uint8))
-        packed = codes.new_zeros(x.shape[0], x.shape[1] // 4)
-        for number, quarter in enumerate(codes.chunk(4, dim=1)):
-            packed.add_(quarter, alpha=1 << 2 * number)  # of integers, which are not rounded
-        return _joined(low, high), packed
+        rows, quarter = x.shape[0], x.shape[1] // 4
+        # For each quarter a plane of signs and one of sizes, of which every byte takes a bit.
+        planes = x.new_empty((rows, 4, 2, quarter), dtype=torch.bool)
+        means = two_means(x, _THRESHOLD, planes[:, :, 1])
+        torch.lt(x.view(rows, 4, quarter), 0, out=planes[:, :, 0])
+        # Two magnitudes are the halves of a float32, which is finite if the upper half, the large one, is. So
+        # layouts and kernels treat them as the float32 scale that other block codecs have.
+        scale = means.bfloat16().view(torch.float32)
+        return scale, joined(planes.view(torch.uint8).view(rows, 8, quarter), 1, dim=1)
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write plus or minus one of the magnitudes."""
-        bits = parts[0].view(torch.int32)
-        low, high = (bits << 16).view(torch.float32), (bits & ~0xFFFF).view(torch.float32)
-        for number, quarter in enumerate(out.chunk(4, dim=1)):
-            codes = parts[1] >> 2 * number
-            magnitudes = torch.where(codes.bitwise_and(2).bool(), high, low)
-            quarter.copy_(torch.where(codes.bitwise_and(1).bool(), -magnitudes, magnitudes))
-
-
-def _joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return two magnitudes as the halves of a float32, which is finite if `high`, its upper half, is.
-
-    So layouts and kernels treat them as the float32 scale that other block codecs have.
-    """
-    lower, upper = (mean.bfloat16().view(torch.int16).int() for mean in (low, high))
-    return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+        low, high = parts[0].view(torch.bfloat16).float().unsqueeze(2).split(1, dim=1)
+        quarters = out.view(out.shape[0], 4, parts[1].shape[1])
+        # The upper bit of each code is moved to where an integer has its sign, and then the lower bit.
+        places = torch.arange(6, -1, -2, dtype=torch.int8, device=out.device).view(4, 1)
+        codes = parts[1].view(torch.int8).unsqueeze(1) << places
+        torch.where(codes < 0, high, low, out=quarters)
+        quarters.copysign_(codes.bitwise_left_shift_(1))

@@ -75,6 +75,11 @@ class Layout:
         """The length of a row in bytes."""
         return sum(end for _, end in self._places()[-1:])
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first byte of each tensor in a row."""
+        return tuple(start for start, _ in self._places())
+
     def rows(self, count: int) -> torch.Tensor:
         """Return `count` rows of zeros."""
         return torch.zeros(count, self.nbytes, dtype=torch.uint8, device=self.device)
@@ -99,11 +104,12 @@ class Layout:
         return row
 
     def read(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a row, sharing its memory."""
+        """Return the tensors of a row, sharing its memory. Those of many rows have one dimension more."""
+        several = row.shape[:-1]
         return tuple(
-            row[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            row[..., start : start + shape.numel() * dtype.itemsize].view(dtype).view(*several, *shape)
             if shape.numel()
-            else row.new_empty(shape, dtype=dtype)
+            else row.new_empty((*several, *shape), dtype=dtype)
             for (start, _), dtype, shape in zip(self._places(), self.dtypes, self.shapes, strict=True)
         )
 

@@ -77,25 +77,54 @@ EXPORT void tw_encode(int32_t which, int64_t width, const Pieces *all, float *sc
     }
 }
 
-/* Encode (value + keep * residual + the decoded `received` encodings) / world.
+CLONES static void add(float *into, const float *other, int64_t n) {
+    INDEPENDENT
+    for (int64_t i = 0; i < n; i++) into[i] = into[i] + other[i];
+}
+
+/* Encode the mean over ranks: this rank's own numbers, value + keep * residual, and the decoded `received` encodings
+ * of the others, in the order of ranks.
  *
- * The owner's own numbers enter the mean without being encoded. `received` are added in the order of ranks, so the
- * sum has the same bits on every processor. Errors are multiplied by world: the owner feeds back the error of the
- * mean through its own residual, which has a weight of 1 / world in the next mean. */
-EXPORT void tw_mean_encode(int32_t which, int64_t width, const Pieces *all, int64_t received,
-                           const float *const *received_scales, const uint8_t *const *received_codes, float world,
-                           float *scales, uint8_t *codes, float *scratch) {
+ * The owner's own numbers enter the mean without being encoded. Ranks are added in pairs, (0 + 1) + (2 + 3) + ..., and
+ * an odd last one is carried over. torch takes a level of that tree in one operation, so that an accelerator launches
+ * as many kernels as the tree has levels. Here `stack` holds the sums that wait for their partner, as the ones of a
+ * binary counter: rank i completes as many pairs as i has ones at its end.
+ *
+ * Errors are multiplied by world: the owner feeds back the error of the mean through its own residual, which has a
+ * weight of 1 / world in the next mean. `scratch` has room for 2 blocks, and for one more per bit of world. */
+EXPORT void tw_mean_encode(int32_t which, int64_t width, const Pieces *all, int64_t rank, int64_t world,
+                           const float *const *received_scales, const uint8_t *const *received_codes, float *scales,
+                           uint8_t *codes, float *scratch) {
     const Kind *kind = kinds[which];
     int64_t bytes = width * kind->bits / 8, block = 0;
+    float *stack = scratch + 2 * width;
     for (int64_t piece = 0; piece < all->count; piece++) {
         for (int64_t start = 0; start < all->lengths[piece]; start += width, block++) {
-            int64_t n = smaller(width, all->lengths[piece] - start);
-            load(all, piece, start, n, width, scratch);
-            for (int64_t i = 0; i < received; i++)
-                kind->add(received_scales[i][block], received_codes[i] + block * bytes, n, width, scratch, 1.0f);
-            divide(scratch, n, world);
-            scales[block] =
-                encode_block(kind, all, piece, start, n, width, scratch, codes + block * bytes, world, scratch);
+            int64_t n = smaller(width, all->lengths[piece] - start), sender = 0;
+            float *top = stack; /* where the next number goes */
+            for (int64_t i = 0; i < world; i++) {
+                int64_t pairs = i;
+                if (i == rank) {
+                    load(all, piece, start, n, width, top);
+                    top += width;
+                } else {
+                    float scale = received_scales[sender][block];
+                    const uint8_t *own = received_codes[sender++] + block * bytes;
+                    if (i & 1) {
+                        kind->add(scale, own, n, width, top - width, 1.0f);
+                        pairs >>= 1; /* the first pair is complete */
+                    } else {
+                        kind->decode(scale, own, n, width, top);
+                        top += width;
+                    }
+                }
+                for (; pairs & 1; pairs >>= 1, top -= width) add(top - 2 * width, top - width, n);
+            }
+            for (; top - stack > width; top -= width) add(top - 2 * width, top - width, n);
+            divide(stack, n, (float)world);
+            memset(stack + n, 0, (size_t)(width - n) * sizeof *stack);
+            scales[block] = encode_block(kind, all, piece, start, n, width, stack, codes + block * bytes, (float)world,
+                                         scratch);
         }
     }
 }

@@ -7,7 +7,7 @@ block * bits / 8 bytes per block. Both may be of any shape.
 Arithmetic is float32, every operation is rounded by itself, and sums are taken in a fixed order:
 
     x = value + (keep * residual)
-    mean = (x + decoded of the first received + decoded of the second + ...) / world
+    mean = ((rank 0 + rank 1) + (rank 2 + rank 3) + ...) / world, in pairs; this rank's own is x, not decoded
     error = x - decoded                       (of a mean: (mean - decoded) * world)
     into = into + (weight * decoded)
 
@@ -90,7 +90,7 @@ def mean_encode(
     residuals: Tensors | None,
     keep: float,
     received: Sequence[Encoding],
-    world: int,
+    rank: int,
     errors: Tensors | None,
     scales: torch.Tensor,
     codes: torch.Tensor,
@@ -103,8 +103,8 @@ def mean_encode(
         values: This rank's own pieces.
         residuals: Pieces to add to the values, or None.
         keep: Factor of the residuals.
-        received: Scales and codes of the other ranks, in the order in which they are added.
-        world: Divisor of the sum.
+        received: Scales and codes of the other ranks, in the order of ranks.
+        rank: This rank.
         errors: Pieces to write (mean - decoded) * world to, or None. They may be the values or the residuals.
         scales: Overwritten, one number per block. Not one of `received`.
         codes: Overwritten, one row of bytes per block. Not one of `received`.
@@ -115,19 +115,24 @@ def mean_encode(
     which, width = _checked(kind, block, values, scales, codes)
     for row in received:
         _checked(kind, block, values, *row)
+    if not 0 <= rank <= len(received):
+        raise OptionError(
+            f"rank={rank} of {len(received) + 1} ranks: pass a number from 0 to {len(received)}"
+        )
+    world = len(received) + 1
     job = _Job(values, residuals, keep, errors)
     all_scales, all_codes = addresses(row[0] for row in received), addresses(row[1] for row in received)
     _library().tw_mean_encode(
         which,
         width,
         job.pieces,
-        len(received),
+        rank,
+        world,
         address_of(all_scales),
         address_of(all_codes),
-        world,
         scales.data_ptr(),
         codes.data_ptr(),
-        scratch(2 * block).data_ptr(),
+        scratch((2 + world.bit_length()) * block).data_ptr(),
     )
 
 
@@ -185,8 +190,11 @@ def finite(x: torch.Tensor) -> torch.Tensor:
         return _flag(_library().tw_finite(x.data_ptr(), x.numel()))
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
+    if x.device.type == "cuda":
+        norm: torch.Tensor = torch.linalg.vector_norm(x, torch.inf)
+        return norm < torch.inf
     low, high = x.aminmax()
-    return low.isfinite() & high.isfinite()
+    return low * 0 == high * 0  # NaN, which equals nothing, unless both are finite
 
 
 def _flag(value: int) -> torch.Tensor:

@@ -13,7 +13,7 @@
 
 /* Raised whenever a function, its arguments or the list of kinds change. `library.py` has the same number and checks
  * it, because an editable install may hold a library that was built from older sources. */
-#define ABI 3
+#define ABI 4
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))

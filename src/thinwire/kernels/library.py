@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "THINWIRE_KERNELS"
-_ABI = 3
+_ABI = 4
 """The number in kernels.h. A library with another number was built from other sources."""
 _REBUILD = "reinstall thinwire where a C compiler is installed (in a checkout: pip install -e .)"
 
@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tw_encode": (None, [_I32, _I64, _PIECES, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tw_mean_encode": (
         None,
-        [_I32, _I64, _PIECES, _I64, _ADDRESS, _ADDRESS, _F32, _ADDRESS, _ADDRESS, _ADDRESS],
+        [_I32, _I64, _PIECES, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS],
     ),
     "tw_decode": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
     "tw_add": (None, [_I32, _I64, _I64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _F32]),

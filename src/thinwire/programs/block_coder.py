@@ -1,13 +1,13 @@
 """Coders for codecs of blocks, with torch and with native code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from thinwire.codecs.codec import BlockCodec, Parts, reseeded, rows_at_once, unseeded
-from thinwire.codecs.rounding import add_scaled, divide_in_place
+from thinwire.codecs.rounding import add_scaled, divide_in_place, sum_pairs_of
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.kernels import blocks as kernels
 from thinwire.programs.coder import Coder, CoderInput, Tensors
@@ -37,19 +37,30 @@ class BlockCoder(Coder):
         self,
         given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
-        world: int,
+        rank: int,
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
         """Average batch by batch."""
-        room = _Scratch(given, self.block)
+        room, world = _Scratch(given, self.block), len(received) + 1
         for batch in room.batches:
-            mean = room.filled(batch, in_place=False)
-            for coder, other in received:
-                assert isinstance(coder, BlockCoder), "ranks use the same codec"
-                mean.add_(coder._decoded(batch, other, room.back(batch)))
+            own = room.filled(batch, in_place=False)
+            mean = sum_pairs_of(self._terms(batch, own, received, rank))
             batch.pad(mean)  # the padding of received blocks may not decode to zeros
             self._write(room, batch, divide_in_place(mean, world), world, errors, parts)
+
+    @staticmethod
+    def _terms(
+        batch: "_Batch", own: torch.Tensor, received: Sequence[tuple[Coder, Parts]], rank: int
+    ) -> Iterator[torch.Tensor]:
+        """Yield every rank's numbers of a batch, in the order of ranks."""
+        for number, (coder, other) in enumerate(received):
+            assert isinstance(coder, BlockCoder), "ranks use the same codec"
+            if number == rank:
+                yield own
+            yield coder._decoded(batch, other, torch.empty_like(own, dtype=torch.float32)).to(own.dtype)
+        if rank == len(received):
+            yield own
 
     def decode(self, parts: Parts, into: Tensors) -> None:
         """Decode batch by batch, in place where a batch is made of whole blocks."""
@@ -112,13 +123,13 @@ class NativeCoder(BlockCoder):
         self,
         given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
-        world: int,
+        rank: int,
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
         """Average in one call, or batch by batch."""
         if not self._runs(given.values, given.residuals, errors):
-            return super().encode_mean(given, received, world, errors, parts)
+            return super().encode_mean(given, received, rank, errors, parts)
         scales, codes = parts
         others = [(own[0], own[1]) for _, own in received]
         kernels.mean_encode(
@@ -128,7 +139,7 @@ class NativeCoder(BlockCoder):
             given.residuals,
             given.keep,
             others,
-            world,
+            rank,
             errors,
             scales,
             codes,

@@ -57,17 +57,17 @@ class Coder(ABC):
         self,
         given: CoderInput,
         received: "Sequence[tuple[Coder, Parts]]",
-        world: int,
+        rank: int,
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
-        """Encode the mean of the given numbers and the received ones, and write `world` times its error.
+        """Encode the mean of the given numbers and the received ones, and write its error times their number.
 
         Args:
             given: The numbers of this rank.
             received: The encodings of the other ranks, in order, with the coder of each.
-            world: The number of ranks.
-            errors: As for `encode`, times `world`.
+            rank: This rank, whose numbers are added at their place in the order of ranks.
+            errors: As for `encode`, times the number of ranks.
             parts: Receive the encoded mean.
         """
 

@@ -17,6 +17,8 @@ def coders_of(codec: Codec, bucket: Bucket) -> list[Coder]:
     """Return the coder of each rank in this step. No block is wider than the largest parameter."""
     pairs, sizes = 2 if bucket.buffer.is_complex() else 1, zip(bucket.names, bucket.shapes, strict=True)
     longest = max((shape.numel() for name, shape in sizes if name not in bucket.exact), default=0)
+    if not codec.draws:
+        return [coder_of(codec, pairs * longest)] * bucket.world_size
     return [coder_of(own, pairs * longest) for own in own_codecs(codec, bucket)]
 
 
@@ -33,7 +35,7 @@ def seeded(codec: Codec, ranks: int, *words: object) -> list[Codec]:
         ranks: The number of ranks.
         *words: What the seeds depend on, equal on all ranks.
     """
-    if not hasattr(codec, "seed"):
+    if not codec.draws:
         return [codec] * ranks
     return [reseeded(codec, *words, rank) for rank in range(ranks)]
 
@@ -69,7 +71,7 @@ class JoinedCoder(Coder):
         self,
         given: CoderInput,
         received: Sequence[tuple[Coder, Parts]],
-        world: int,
+        rank: int,
         errors: Tensors | None,
         parts: Parts,
     ) -> None:
@@ -78,6 +80,7 @@ class JoinedCoder(Coder):
         for coder, other in received:
             assert isinstance(coder, JoinedCoder), "ranks use the same codec"
             coder.codec.add(other, mean)
+        world = len(received) + 1
         self._write(divide_in_place(mean, world), world, errors, parts)
 
     def decode(self, parts: Parts, into: Tensors) -> None:

@@ -66,14 +66,14 @@ class LowRankGradient:
             self._correct()
             # It obeys the user's TF32 switch, as the model's own products do. Ranks agree all the same: they
             # use the mean alone, and everything after it is exact.
-            into.copy_(q @ self.matrix.mT)
+            torch.mm(q, self.matrix.mT, out=into)
 
     def transposed_times(self, p: torch.Tensor, into: torch.Tensor) -> None:
         """Write M^T P, transposed as `p` is."""
         if len(p) <= _FEW and lowrank.supported(self.matrix, p, into):
             lowrank.transposed_times(self.matrix, p, into)
         else:
-            into.copy_(p @ self.matrix)
+            torch.mm(p, self.matrix, out=into)
 
     def corrected_rest(self) -> torch.Tensor:
         """Return the rest plus its residual. If there is a matrix, `times` has already added it."""

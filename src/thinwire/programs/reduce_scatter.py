@@ -1,4 +1,4 @@
-"""The reduce-scatter of encoded numbers: the first phase of `TwoShot`, and all of ZeRO's and FSDP's exchange.
+"""The reduce-scatter of encoded numbers, as ZeRO and FSDP exchange gradients.
 
     each rank    encodes its numbers of every other rank's share, and sends them to that rank, the owner
     each owner   decodes what it received, in the order of ranks, and adds it to its own numbers
@@ -20,16 +20,15 @@ from thinwire.programs.coding import coder_of
 class Rows:
     """The rows of bytes that ranks exchange, one for each owner's share.
 
+    Owners receive exactly the bytes of their shares, which may differ much.
+
     Args:
         layouts: The layout of each owner's row.
-        padded: Whether all rows are as long as the longest, so that `AllGather` can carry them too. If False,
-            owners receive exactly the bytes of their shares, which may differ much.
     """
 
-    def __init__(self, layouts: Sequence[Layout], *, padded: bool) -> None:
+    def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = layouts
-        lengths = [layout.nbytes for layout in layouts]
-        self.lengths = [max(lengths)] * len(lengths) if padded else lengths
+        self.lengths = [layout.nbytes for layout in layouts]
         """The bytes of each owner's row."""
 
     def empty(self, count: int) -> torch.Tensor:
@@ -41,16 +40,13 @@ class Rows:
         return self._layouts[owner].read(row)
 
 
-def to_owners(
-    rows: Rows, rank: int, write: Callable[[int, Parts], None], *, in_order: bool = True
-) -> Collectives[dict[int, Parts]]:
+def to_owners(rows: Rows, rank: int, write: Callable[[int, Parts], None]) -> Collectives[dict[int, Parts]]:
     """Send every other owner its row, and return the rows of this rank's own share.
 
     Args:
         rows: The form of the rows.
         rank: This rank.
         write: A function that encodes this rank's numbers of an owner's share into the parts of its row.
-        in_order: As in `Collective`.
 
     Returns:
         The parts that the other ranks sent, by sender, in the order of ranks.
@@ -71,11 +67,11 @@ def to_owners(
         if lengths[owner]:
             write(owner, rows.read(by_owner[owner], owner))
     if sent.dim() == 2:
-        received = yield AllToAll(sent, in_order=in_order)
+        received = yield AllToAll(sent)
         by_sender = received.unbind()
     else:
         receives = [0 if sender == rank else own for sender in range(len(lengths))]
-        received = yield Exchange(sent, sends=tuple(sends), receives=tuple(receives), in_order=in_order)
+        received = yield Exchange(sent, sends=tuple(sends), receives=tuple(receives))
         by_sender = received.split(receives)
     return {sender: rows.read(by_sender[sender], rank) for sender in others}
 
@@ -112,7 +108,7 @@ def reduce_scatter(
         own = [numbers[owner]]
         coders[owner].encode(CoderInput(own), own if track_error else None, parts)
 
-    received = yield from to_owners(Rows(layouts, padded=False), rank, write)
+    received = yield from to_owners(Rows(layouts), rank, write)
     total = pieces[rank].to(torch.promote_types(pieces[rank].dtype, torch.float32), copy=True)
     for sender, parts in received.items() if lengths[rank] else ():
         codecs[sender].add(parts, total)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from thinwire.codecs.magnitudes import sums_of
+from thinwire.codecs.magnitudes import largest_magnitude, sums_of
 from thinwire.kernels import lowrank
 
 _AT_ONCE = 1 << 18
@@ -182,9 +182,8 @@ def _bits(terms: int) -> int:
 
 def _power_of(x: torch.Tensor) -> torch.Tensor:
     """Return the largest power of two that is at most each row's largest magnitude."""
-    largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
     integers, exponent = _BITS[x.dtype]
-    return (largest.view(integers) & exponent).view(x.dtype)
+    return (largest_magnitude(x).view(integers) & exponent).view(x.dtype)
 
 
 def _scaled(rows: torch.Tensor) -> torch.Tensor:
@@ -209,7 +208,7 @@ def _slices(x: torch.Tensor, power: torch.Tensor | float, bits: int, count: int)
 
 def _exact_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the product of two sums of slices. The product of each pair is exact, their sum elementwise."""
-    first, *others = [a @ b for a in left for b in right]
+    first, *others = [torch.bmm(a, b) for a in left for b in right]
     for other in others:
         first = first + other
     return first
@@ -222,7 +221,11 @@ def _weights(grams: Sequence[torch.Tensor], bits: int, count: int) -> list[list[
     because they are small and most of the time is spent in calls.
     """
     most = max(gram.shape[-1] for gram in grams)
-    filled = [functional.pad(gram, (0, most - gram.shape[-1]) * 2) for gram in grams]
+    missing = [most - gram.shape[-1] for gram in grams]
+    filled = [
+        functional.pad(gram, (0, less) * 2) if less else gram
+        for gram, less in zip(grams, missing, strict=True)
+    ]
     weights = _whitening(torch.cat(filled))
     slices = _slices(weights, _power_of(weights), _MANTISSA - bits - (most - 1).bit_length(), count)
     by_gram = zip(*(part.split([len(gram) for gram in grams]) for part in slices), strict=True)
@@ -244,5 +247,6 @@ def _whitening(grams: torch.Tensor) -> torch.Tensor:
         # Division by infinity turns a row that depends on earlier ones to zeros, without a branch on values.
         norm = torch.where(square > least[:, place], square.sqrt(), torch.inf)
         row /= norm
-        later -= (later[:, :, place] / norm).unsqueeze(-1) * row.unsqueeze(1)
+        if place < count - 1:
+            later -= (later[:, :, place] / norm).unsqueeze(-1) * row.unsqueeze(1)
     return both[..., count:]

@@ -7,18 +7,16 @@ all-reduce, as `Gathered` is, sends everything to every rank.)
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from thinwire.codecs.codec import Codec, Parts, numbers_of, require_codec
+from thinwire.codecs.codec import BlockCodec, Codec, require_codec
 from thinwire.engine.ops import AllGather, AllToAll, Collective, Collectives
-from thinwire.engine.pack import Layout
-from thinwire.programs.coder import Coder, CoderInput, Tensors, scatter
+from thinwire.programs import triton_coder
+from thinwire.programs.bucket_coder import BucketCoder, OwnersCoder, row_layouts
 from thinwire.programs.coding import coders_of
-from thinwire.programs.division import Division, Piece, in_pieces, numbers_in
-from thinwire.programs.finite import finite
+from thinwire.programs.division import Division
+from thinwire.programs.matrix_coder import MatrixCoder
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
-from thinwire.programs.reduce_scatter import Rows, to_owners
+from thinwire.programs.triton_coder import TritonCoder
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,131 +65,29 @@ class TwoShot(Program):
         """Encode, all-to-all, average, encode, all-gather, and decode."""
         if is_alone(self, bucket):
             return unchanged(bucket)
-        rank, world = bucket.rank, bucket.world_size
-        coders = coders_of(self.codec, bucket)
-        division = Division.of(bucket, coders[0].block)
-        numbers, rows = _Numbers(bucket, division), _rows(bucket, division, coders[0])
-
-        def write(owner: int, row: Parts) -> None:
-            *parts, exact = row
-            coders[rank].encode(numbers.given(owner), numbers.errors(owner), tuple(parts))
-            torch.cat([*numbers.exact(owner), exact[:0]], out=exact)  # a chunk may have no exact numbers
-
+        coder = bucket_coder_of(self.codec, bucket)
         # Phase 1, reduce-scatter: this rank receives its own chunk of every other rank, encoded.
-        received = yield from to_owners(rows, rank, write, in_order=False)
-        # Decode, average with this rank's own numbers in float32, and encode the mean, in one pass.
-        row = rows.empty(rows.lengths[rank])
-        *parts, exact = rows.read(row, rank)
-        encodings = [(coders[sender], sent[:-1]) for sender, sent in received.items()]
-        coders[rank].encode_mean(numbers.given(rank), encodings, world, numbers.errors(rank), tuple(parts))
-        own = torch.cat([*numbers.exact(rank), exact[:0]], out=torch.empty_like(exact))
-        exact.copy_(_mean([received[sender][-1] if sender != rank else own for sender in range(world)]))
-
+        received = yield AllToAll(coder.encode(), in_order=False)
         # Phase 2, all-gather: every rank receives the means of all chunks, and decodes the same bytes. A
         # chunk's owner decodes them too: if it kept its more precise mean, replicas would diverge.
-        encoded = yield AllGather(row, in_order=False)
-        means = numbers.for_means()
-        flags: list[torch.Tensor | None] = []
-        for owner in range(world):
-            *parts, exact = rows.read(encoded[owner], owner)
-            coders[owner].decode(tuple(parts), in_pieces(means, division.coded[owner]))
-            scatter(exact, in_pieces(means, division.exact[owner]))
-            flags += [coders[owner].finite(tuple(parts)), finite(exact)]
-        return numbers.outcome(flags)
+        encoded = yield AllGather(coder.encode_mean(received), in_order=False)
+        return coder.decode(encoded)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
         """Yield the collectives of a bucket without encoding anything, for planning with many ranks."""
         coder = coders_of(self.codec, bucket)[0]
-        rows = _rows(bucket, Division.of(bucket, coder.block), coder)
-        row = rows.empty(rows.lengths[0])
+        row = row_layouts(bucket, Division.of(bucket, coder.block), coder)[0].rows(1)[0]
         yield AllToAll(row.new_empty(bucket.world_size, len(row)))
         yield AllGather(row)
 
 
-def _rows(bucket: Bucket, division: Division, coder: Coder) -> Rows:
-    """Return the rows that ranks exchange: a chunk's encoding, then its exact numbers."""
-    like = numbers_of(bucket.buffer)
-    dtype = like.dtype if bucket.exact_dtype is None else bucket.exact_dtype.to_real()
-    layouts = []
-    for coded, exact in zip(division.coded, division.exact, strict=True):
-        layout = coder.layout(tuple(piece.length for piece in coded), like.device)
-        shape = torch.Size((numbers_in(exact),))
-        layouts.append(Layout((*layout.dtypes, dtype), (*layout.shapes, shape), layout.device))
-    return Rows(layouts, padded=True)
-
-
-class _Numbers:
-    """A bucket's gradients and residuals by chunk, and the destinations of errors and means.
-
-    With `bucket.residuals`, new residuals are written there and means to the bucket's buffer. If errors are
-    tracked without residuals, errors replace the gradients, and means need a separate buffer.
-    """
-
-    def __init__(self, bucket: Bucket, division: Division) -> None:
-        self._bucket, self._division = bucket, division
-        flat = numbers_of(bucket.buffer)
-        pairs = 2 if bucket.buffer.is_complex() else 1
-        self._lengths = [pairs * shape.numel() for shape in bucket.shapes]
-        self._values = list(flat.split(self._lengths))
-        self._tracked = bucket.track_error and bucket.residuals is None
-        self._mean = torch.empty_like(bucket.buffer) if self._tracked else bucket.buffer
-
-    def given(self, owner: int) -> CoderInput:
-        """Return the numbers of an owner's chunk that are encoded, with their residuals."""
-        share, residuals = self._division.coded[owner], self._bucket.residuals
-        values = in_pieces(self._values, share)
-        if residuals is None:
-            return CoderInput(values)
-        return CoderInput(values, _present(residuals.old, share), residuals.keep)
-
-    def errors(self, owner: int) -> Tensors | None:
-        """Return the tensors for the errors of an owner's chunk, or None if they are not needed."""
-        share, residuals = self._division.coded[owner], self._bucket.residuals
-        if residuals is not None:
-            return _present(residuals.new, share)
-        return in_pieces(self._values, share) if self._tracked else None
-
-    def exact(self, owner: int) -> Tensors:
-        """Return the exact numbers of an owner's chunk."""
-        return in_pieces(self._values, self._division.exact[owner])
-
-    def for_means(self) -> Tensors:
-        """Return the tensors for the means, by parameter. Call it after the last use of the gradients."""
-        if self._tracked:
-            # The gradients' buffer becomes the outcome's error. Exact numbers have none.
-            for owner in range(len(self._division.exact)):
-                for piece in self.exact(owner):
-                    piece.zero_()
-        return list(numbers_of(self._mean).split(self._lengths))
-
-    def outcome(self, flags: list[torch.Tensor | None]) -> Outcome:
-        """Return the outcome, with its finiteness if all parts have a flag."""
-        error = self._bucket.buffer if self._tracked else None
-        known = [flag for flag in flags if flag is not None]
-        # Flags are of the encodings. A mean that is finite in float32 may not be so in half precision.
-        if len(known) < len(flags) or self._values[0].dtype.itemsize < torch.float32.itemsize:
-            return Outcome(self._mean, error)
-        return Outcome(self._mean, error, torch.stack(known).all())
-
-
-def _present(tensors: tuple[torch.Tensor | None, ...], share: tuple[Piece, ...]) -> Tensors:
-    """Return a share's pieces of residuals, which every encoded parameter has."""
-    found = []
-    for piece in share:
-        tensor = tensors[piece.parameter]
-        assert tensor is not None, "only exact parameters have no residual"
-        found.append(tensor[piece.start : piece.stop])
-    return found
-
-
-def _mean(rows: Tensors) -> torch.Tensor:
-    """Return the mean of all ranks' numbers, in at least float32 and in the order of ranks.
-
-    Numbers are divided first, so that the sum cannot overflow before the mean does.
-    """
-    # A multiplication by 1/W as in `Exact`, so that exact parameters get its bits.
-    dtype = torch.promote_types(rows[0].dtype, torch.float32)
-    total = rows[0].to(dtype) * (1 / len(rows))
-    for row in rows[1:]:
-        total += row.to(dtype) * (1 / len(rows))
-    return total
+def bucket_coder_of(codec: Codec, bucket: Bucket) -> BucketCoder:
+    """Return the coder of a bucket: by owner on a CPU, and one that launches few kernels elsewhere."""
+    coders = coders_of(codec, bucket)
+    division = Division.of(bucket, coders[0].block)
+    # Random numbers differ by rank, and a matrix would have to be decoded with the seeds of all of them.
+    if bucket.buffer.device.type == "cpu" or not isinstance(codec, BlockCodec) or codec.draws:
+        return OwnersCoder(bucket, coders, division)
+    width = coders[0].block
+    coder = TritonCoder if triton_coder.runs(codec, width, bucket) else MatrixCoder
+    return coder(bucket, codec, width, division)

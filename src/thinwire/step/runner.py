@@ -331,7 +331,9 @@ class AttachedRun:
         wrapped = {id(own): as_program(self.strategy.wrap(own)) for own in (program, *exceptions.values())}
         others = {name: wrapped[id(other)] for name, other in exceptions.items()}
         memory = self.context.memory
-        self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced=True)
+        # On an accelerator a slice would cost its kernels' launches again, and takes no time to encode.
+        sliced = self.context.model.device.type == "cpu"
+        self.programs = Programs(*carrying(memory, wrapped[id(program)], others), exact, sliced)
         always = self.strategy.begins_steps or not self.strategy.supports_join
         # A program that another one replaced may have left residuals, which the first exchange of a parameter
         # applies. They stay if the step is rolled back, and those of parameters that no rank used in it.

@@ -1,0 +1,166 @@
+"""The encodings of a whole bucket by Triton kernels: six launches, for any number of ranks and parameters.
+
+Kernels read a table of the bucket's blocks, made once for a layout, and the addresses of its tensors.
+No copy of the numbers is made, in float32 or otherwise.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from thinwire.codecs.codec import BlockCodec
+from thinwire.engine.pack import Layout
+from thinwire.kernels.triton import launch
+from thinwire.programs.block_coder import layout_of_blocks
+from thinwire.programs.bucket_coder import BucketCoder, BucketNumbers, with_exact
+from thinwire.programs.division import Division
+from thinwire.programs.matrix_coder import Places, Slot, places_of
+from thinwire.programs.program import Bucket, Outcome
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def runs(codec: BlockCodec, width: int, bucket: Bucket) -> bool:
+    """Return whether the kernels can encode a bucket, on this device and with these dtypes."""
+    buffer, kind = bucket.buffer, codec.kernel
+    if kind is None or not launch.supports(kind, width) or bucket.world_size > launch.MOST_RANKS:
+        return False
+    # A fake tensor has no memory. Errors are written in float32.
+    own, exact = buffer.dtype.to_real(), (bucket.exact_dtype or buffer.dtype).to_real()
+    wide = own == torch.float32 or not (bucket.track_error or bucket.residuals)
+    plain = type(buffer) is torch.Tensor and launch.available(buffer.device)
+    return plain and own in _DTYPES and exact in _DTYPES and wide
+
+
+class TritonCoder(BucketCoder):
+    """Encodes the chunks of all owners with one kernel per phase. Use it where `runs` is true.
+
+    Args:
+        bucket: The gradients.
+        codec: A codec of blocks with a kernel.
+        width: Numbers in a block.
+        division: The chunks.
+    """
+
+    def __init__(self, bucket: Bucket, codec: BlockCodec, width: int, division: Division) -> None:
+        assert codec.kernel is not None, "see `runs`"
+        self._rank, self._world, self._device = bucket.rank, bucket.world_size, bucket.buffer.device
+        self._numbers = BucketNumbers(bucket)
+        self._dtype = self._numbers.values[0].dtype
+        coded, exact = places_of(division.coded, width), places_of(division.exact, 1)
+        encoding = layout_of_blocks(codec, width, (coded.length,), self._device)
+        layout = with_exact(encoding, exact.length, bucket)
+        self._exact_dtype, self._geometry = layout.dtypes[-1], _geometry(codec.kernel, width, layout)
+        self._tables = _tables(coded, exact, width, self._world, self._device, _stream(self._device))
+        old, errors = self._numbers.old, self._numbers.errors
+        self._values = self._addresses(self._numbers.values)
+        self._old = None if old is None else self._addresses(old)
+        self._errors = None if errors is None else self._addresses(errors)
+
+    def encode(self) -> torch.Tensor:
+        """Add residuals, encode, and write new residuals, in one pass. Copy exact numbers in another."""
+        rows = self._empty(self._world)
+        numbers, tables, geometry = self._numbers, self._tables, self._geometry
+        inputs = self._values, self._dtype, self._old, numbers.keep, self._errors
+        launch.encode(geometry, tables.blocks, *inputs, rows, self._rank)
+        exact = tables.exact, tables.exact_places, self._values, self._dtype, self._exact_dtype
+        launch.gather_exact(geometry, *exact, rows)
+        self._own = rows[self._rank]
+        return rows
+
+    def encode_mean(self, received: torch.Tensor) -> torch.Tensor:
+        """Decode, average with this rank's own numbers, and encode the mean, in one pass."""
+        rank, world, row = self._rank, self._world, self._empty(1)[0]
+        inputs = self._values, self._dtype, self._old, self._numbers.keep, self._errors
+        launch.mean_encode(self._geometry, self._tables.blocks, *inputs, received, rank, world, row)
+        launch.mean_exact(self._geometry, self._exact_dtype, received, self._own, rank, world, row)
+        return row
+
+    def decode(self, encoded: torch.Tensor) -> Outcome:
+        """Decode to the bucket, and find non-finite numbers on the way."""
+        numbers, tables, geometry = self._numbers, self._tables, self._geometry
+        exact = [slot.of(numbers.values) for slot in tables.exact_slots]
+        into = self._addresses(numbers.for_means(exact))
+        flag = torch.ones(1, dtype=torch.int32, device=self._device)
+        launch.decode(geometry, tables.blocks, into, self._dtype, encoded, flag)
+        dtypes = self._dtype, self._exact_dtype
+        launch.scatter_exact(geometry, tables.exact, tables.exact_places, into, *dtypes, encoded, flag)
+        return numbers.outcome([flag.bool()[0]])
+
+    def _addresses(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        found = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return _addresses(found, self._device, _stream(self._device))
+
+    def _empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, self._geometry.row_bytes, dtype=torch.uint8, device=self._device)
+
+
+class _Tables(NamedTuple):
+    """The tables of a layout, on the device, in the form of `launch`."""
+
+    blocks: torch.Tensor
+    exact: torch.Tensor
+    exact_places: torch.Tensor
+    exact_slots: tuple[Slot, ...]
+
+
+def _geometry(kind: str, width: int, layout: Layout) -> launch.Geometry:
+    scales, codes, exact = layout.offsets
+    return launch.Geometry(
+        kind=kind,
+        width=width,
+        blocks=layout.shapes[0][0],
+        row_bytes=layout.nbytes,
+        scale_offset=scales,
+        codes_offset=codes,
+        exact_offset=exact,
+        exact=layout.shapes[-1].numel(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _tables(
+    coded: Places, exact: Places, width: int, world: int, device: torch.device, stream: int
+) -> _Tables:
+    blocks = torch.zeros(world * coded.length // width, 3, dtype=torch.int64, device="cpu")
+    for slot in coded.slots:
+        starts = torch.arange(slot.start, slot.stop, width, dtype=torch.int64, device="cpu")
+        rows = blocks[slot.place // width :][: len(starts)]
+        rows[:, 0], rows[:, 1] = slot.parameter, starts
+        rows[:, 2] = (slot.stop - starts).clamp_(max=width)
+    pieces: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int]] = []
+    for slot in exact.slots:
+        owner, offset = divmod(slot.place, exact.length)
+        for start in range(slot.start, slot.stop, launch.NUMBERS):
+            pieces.append((slot.parameter, start, min(launch.NUMBERS, slot.stop - start)))
+            places.append((owner, offset + start - slot.start))
+    numbers, owners = (
+        _uploaded(torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), columns), device)
+        for rows, columns in ((pieces, 3), (places, 2))
+    )
+    return _Tables(_uploaded(blocks, device), numbers, owners, exact.slots)
+
+
+@lru_cache(maxsize=4096)
+def _addresses(found: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    """Return addresses on the device.
+
+    New residuals take turns with the old ones in the same memory, so after the first steps nothing is copied.
+    """
+    return _uploaded(torch.tensor(found, dtype=torch.int64, device="cpu"), device)
+
+
+def _uploaded(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a table to the device. The host does not wait, so only this stream may use the copy."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    """Return the current stream, by which cached tables are told apart."""
+    if device.type == "cpu":  # Triton's interpreter, in tests
+        return 0
+    stream: int = torch.get_device_module(device).current_stream(device).stream_id
+    return stream
