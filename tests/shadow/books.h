@@ -14,6 +14,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -29,10 +30,12 @@ using Deadline = std::chrono::steady_clock::time_point;
 // How much work of each stream has ended: the number of its operations, by the stream's number.
 class Clock {
  public:
+  double seconds = 0;  // when that work has ended, on the modelled device (see Model)
   uint64_t at(int64_t stream) const { return (size_t)stream < done_.size() ? done_[stream] : 0; }
   void join(const Clock& other) {
     if (done_.size() < other.done_.size()) done_.resize(other.done_.size());
     for (size_t i = 0; i < other.done_.size(); i++) done_[i] = std::max(done_[i], other.done_[i]);
+    seconds = std::max(seconds, other.seconds);
   }
   uint64_t tick(int64_t stream) {
     if (done_.size() <= (size_t)stream) done_.resize(stream + 1);
@@ -71,12 +74,30 @@ struct Stuck {
   Deadline deadline;  // when the group's watchdog would end the process
 };
 
+// How long a GPU would take. Only a trace uses it: what races is decided by clocks alone.
+struct Model {
+  double launch, kernel;       // seconds of the host for a launch, and of the device for the smallest kernel
+  double memory, flops, link;  // bytes per second, operations per second, bytes per second
+
+  double compute(double bytes, double operations) const { return kernel + std::max(bytes / memory, operations / flops); }
+  double send(double bytes) const { return kernel + bytes / link; }
+};
+
+// An operation of a trace, at modelled times.
+struct Span {
+  int64_t stream;
+  std::string what, label;
+  double start, end, bytes;
+};
+
 class Books {
  public:
   std::mutex lock;  // of everything below; each function expects it to be held
   std::map<std::string, int64_t> counts;
   std::map<std::string, int64_t> operations;
   std::vector<std::string> races;
+  std::optional<Model> model;  // of the running trace
+  std::vector<Span> spans;
 
   Books() {
     for (int device = 0; device < DEVICES; device++) new_stream(device);  // the default streams: 0, 1, ...
@@ -107,13 +128,26 @@ class Books {
     return clock.tick(stream);
   }
 
+  // Note an operation in the running trace. The host launches one after another. The stream starts it after its own
+  // earlier work, after the events it waits for, and after its launch.
+  void run(int64_t stream, const std::string& what, const std::string& label, double bytes, double seconds) {
+    host_.seconds += model->launch;
+    auto& clock = streams_.at(stream).clock;
+    clock.join(host_);
+    double start = clock.seconds;
+    clock.seconds += seconds;
+    spans.push_back({stream, what, label, start, clock.seconds, bytes});
+  }
+
   const Clock& clock(int64_t stream) const { return streams_.at(stream).clock; }
   void wait(int64_t stream, const Clock& until) { streams_.at(stream).clock.join(until); }
 
   // Whether work has ended, as far as the host can ask without blocking. A true answer is knowledge, as of an event.
   bool ended(const Clock& until) {
     if (stuck_before(until)) return false;
+    double before = host_.seconds;
     host_.join(until);
+    host_.seconds = before;  // in modelled time the host asks again later, and does other work meanwhile
     return true;
   }
 
@@ -220,6 +254,7 @@ class Books {
     if (found != live_.end()) found->second.recorded.insert(stream);
   }
 
+  size_t bytes() const { return bytes_; }
   size_t peak() const { return peak_; }
   void reset_peak() { peak_ = bytes_; }
 

@@ -8,9 +8,10 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,57 @@ def hang(group: str = "thinwire", after: int = 0) -> None:
     load().hang(group, after)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The device that a trace models. The default is about a T4 on a network of 10 Gbit/s.
+
+    Args:
+        launch: Seconds of the host to launch an operation.
+        kernel: Seconds of the smallest kernel or collective.
+        memory: Bytes per second of the device's memory.
+        flops: Operations per second of matrix products.
+        link: Bytes per second of the network.
+    """
+
+    launch: float = 5e-6
+    kernel: float = 2e-6
+    memory: float = 320e9
+    flops: float = 8e12
+    link: float = 1.25e9
+
+
+class Span(NamedTuple):
+    """An operation of a trace, at modelled times in seconds."""
+
+    stream: int
+    what: str
+    label: str
+    start: float
+    end: float
+    nbytes: float
+
+
+def start_trace(speed: Speed) -> None:
+    """Record every operation from now on, with the time at which a device of this speed would run it.
+
+    An operation starts when the host has launched it, the stream's earlier work has ended, and the events
+    that the stream waits for have been reached. Operations of different streams do not slow each other down.
+    """
+    load().start_trace(speed.launch, speed.kernel, speed.memory, speed.flops, speed.link)
+
+
+def end_trace() -> list[Span]:
+    """Stop the trace; return its operations in the order of their launches, from time 0."""
+    spans = [Span(*span) for span in load().end_trace()]
+    first = min((span.start for span in spans), default=0.0)
+    return [span._replace(start=span.start - first, end=span.end - first) for span in spans]
+
+
+def label(text: str) -> None:
+    """Label the operations that this thread launches from now on."""
+    load().label(text)
+
+
 class _DeviceModule:
     """torch.shadow: the members of torch.cuda that torch and thinwire use."""
 
@@ -101,6 +153,7 @@ class _DeviceModule:
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
     _is_in_bad_fork = staticmethod(lambda: False)
     get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name="shadow", total_memory=0))
+    memory_allocated = staticmethod(lambda device=None: load().bytes())
     max_memory_allocated = staticmethod(lambda device=None: load().peak())
     reset_peak_memory_stats = staticmethod(lambda device=None: load().reset_peak())
     host_waits = staticmethod(lambda: counts().get("host waits", 0))

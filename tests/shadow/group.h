@@ -260,6 +260,7 @@ class Group final : public c10d::Backend {
     }
     for (auto& tensor : reads) use(tensor, false, name, stream);
     for (auto& tensor : writes) use(tensor, true, name, stream);
+    trace_sent(stream, type, name, reads, writes);
     auto held = reads;
     held.insert(held.end(), writes.begin(), writes.end());
     auto task = c10::make_intrusive<Task>(type, name + " of " + name_, device, stream, std::chrono::steady_clock::now() + limit_,
@@ -275,6 +276,17 @@ class Group final : public c10d::Backend {
     if (never) task->end("a planted fault, or behind one that never ended");
     lane_->changed.notify_all();
     return task;
+  }
+
+  // Note the collective in a running trace, with the bytes that a rank sends if all ranks share the work evenly.
+  void trace_sent(int64_t stream, c10d::OpType type, const std::string& name, const Tensors& reads, const Tensors& writes) {
+    double read = 0, written = 0;
+    for (auto& tensor : reads) read += nbytes(tensor);
+    for (auto& tensor : writes) written += nbytes(tensor);
+    double passes = type == c10d::OpType::ALLREDUCE ? 2 : 1;  // sums are scattered, then gathered
+    double bytes = passes * std::max(read, written) * (getSize() - 1) / getSize();
+    Locked held(books().lock);
+    if (books().model) books().run(stream, name, label, bytes, books().model->send(bytes));
   }
 
   void stop() {

@@ -237,6 +237,16 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(first_byte(tensor), tensor.sizes(), tensor.strides(), options);
 }
 
+// The label of operations that this thread launches, in a trace.
+thread_local std::string label;
+
+double nbytes(const at::Tensor& tensor) { return ours(tensor) ? (double)(tensor.numel() * tensor.element_size()) : 0; }
+
+void trace(const std::string& what, double bytes, double operations = 0) {
+  Locked held(books().lock);
+  if (books().model) books().run(current_stream(), what, label, bytes, books().model->compute(bytes, operations));
+}
+
 void count(const std::string& operation) {
   Locked held(books().lock);
   books().counts["operations"]++;
@@ -259,6 +269,9 @@ const std::set<std::string> READ_BY_HOST = {"aten::nonzero",         "aten::mask
                                             "aten::bincount",        "aten::repeat_interleave", "aten::_unique_dim"};
 // Operations that take positions from the CPU on a GPU too; each is a copy that the host waits for.
 const std::set<std::string> INDEXED = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+
+// Products of matrices, whose time depends on more than bytes, and the argument whose rows they add up.
+const std::map<std::string, size_t> PRODUCTS = {{"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}};
 
 // A new tensor of the CPU as one of the device.
 at::Tensor on_device(const at::Tensor& tensor) {
@@ -344,10 +357,15 @@ void operation(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
               " has one on the CPU and one on ", *device);
   OnDevice guard(device.value_or(c10::Device(TYPE, current_device)));
   count(name);
+  double bytes = 0, depth = 0, products = 0;
+  if (auto found = PRODUCTS.find(name); found != PRODUCTS.end()) depth = arguments[found->second].toTensor().size(-1);
   for (size_t i = 0; i < arguments.size(); i++) {
     const auto* alias = schema.arguments()[i].alias_info();
     bool writes = alias != nullptr && alias->isWrite();
-    each_tensor(arguments[i], [&](const at::Tensor& tensor) { use(tensor, writes, name); });
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      use(tensor, writes, name);
+      bytes += nbytes(tensor);
+    });
   }
   {
     OnCpu cpu;
@@ -356,8 +374,13 @@ void operation(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   bool value = false;
   for (const auto& result : torch::jit::last(*stack, schema.returns().size())) {
     value |= result.isBool() || result.isInt() || result.isDouble();
-    each_tensor(result, [&](const at::Tensor& tensor) { use(tensor, true, name); });
+    each_tensor(result, [&](const at::Tensor& tensor) {
+      use(tensor, true, name);
+      bytes += nbytes(tensor);
+      products += (double)tensor.numel() * depth;
+    });
   }
+  trace(name, bytes, 2 * products);
   if (value || foreign || masked || READ_BY_HOST.count(name)) host_waits(clock_of(current_stream()), name);
 }
 
@@ -391,6 +414,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& into, bool non_bl
   }
   use(from, false, what, current_stream());
   use(into, true, what, current_stream());
+  trace(what, nbytes(from) + nbytes(into));
   if (!to_host && !from_host && into.device() != from.device()) {
     Locked held(books().lock);
     books().wait(current_stream(into.device().index()), books().clock(current_stream()));
@@ -417,6 +441,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& into) 
 at::Scalar item(const at::Tensor& tensor) {
   if (!on_cpu) {
     use(tensor, false, "item");
+    trace("item", nbytes(tensor));
     host_waits(clock_of(current_stream(tensor.device().index())), "item");
   }
   return on_host(tensor).item();
@@ -484,6 +509,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("races", [] { Locked held(books().lock); return books().races; });
   m.def("counts", [] { Locked held(books().lock); return books().counts; });
   m.def("operations", [] { Locked held(books().lock); return books().operations; });
+  m.def("bytes", [] { Locked held(books().lock); return books().bytes(); });
+  m.def("start_trace", [](double launch, double kernel, double memory, double flops, double link) {
+    Locked held(books().lock);
+    books().spans.clear();
+    books().model = Model{launch, kernel, memory, flops, link};
+  });
+  m.def("end_trace", [] {
+    Locked held(books().lock);
+    books().model.reset();
+    std::vector<std::tuple<int64_t, std::string, std::string, double, double, double>> found;
+    for (auto& span : books().spans) found.emplace_back(span.stream, span.what, span.label, span.start, span.end, span.bytes);
+    return found;
+  });
+  m.def("label", [](const std::string& text) { label = text; });
   m.def("peak", [] { Locked held(books().lock); return books().peak(); });
   m.def("reset_peak", [] { Locked held(books().lock); books().reset_peak(); });
   m.def("reset", [] { Locked held(books().lock); books().reset(); land(held); });
