@@ -370,6 +370,7 @@ def test_thousands_of_parameters_are_laid_out_once_and_few_of_them_are_timed(
     _, row = planner.rows([Candidate.of("Int8", thinwire.Int8())], network(1e6, 2), Known())
     assert math.isfinite(row.cost.step)
     assert len(laid_out) == 1, "a crossover lays the model out again for each rate"
+    assert isinstance(planner.speeds, Speeds)
     (speed,) = planner.speeds._known.values()
     assert speed.numbers == pytest.approx(sum(shape.numel() for shape in shapes.values()) / 8, rel=0.05)
 

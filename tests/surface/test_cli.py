@@ -101,6 +101,20 @@ def test_the_module_and_the_script_are_the_same() -> None:
         ("plan --model gpt-1m --hosts 2 --link 1gbit --programs ZeRO", 2, "cannot be planned"),
         ("plan --model gpt-1m --hosts 2 --link 1gbit --steps 0", 2, "steps=0 must be at least 1"),
         ("plan --check /no/such/file.json", 1, "cannot be read"),
+        (
+            "plan --device h900 --parameters 7e9 --hosts 2 --link 1gbit",
+            2,
+            "choose from a100, h100, l40s, 4090",
+        ),
+        ("plan --device h100 --check pyproject.toml", 2, "--device plans without measurements"),
+        ("plan --parameters 1e7 --tokens 10 --hosts 2 --link 1gbit", 2, "--tokens needs --device"),
+        (
+            "plan --device h100 --parameters 1e7 --tokens 10 --compute 1s --hosts 2 --link 1gbit",
+            2,
+            "both set the time of a step",
+        ),
+        ("plan --device h100 --parameters 1e7 --tokens 0 --hosts 2 --link 1gbit", 2, "tokens=0 must be at"),
+        ("plan --device h100 --model conv --hosts 2 --link 1gbit", 2, "is not a transformer"),
         ("nonsense", 2, "No such command"),
     ],
 )
@@ -124,6 +138,44 @@ def test_a_plan_for_a_model_that_does_not_fit_here() -> None:
     assert plain["low"] < plain["step"] < plain["high"]
     assert slow["rows"][3]["gap"] is None
     assert fast["recommendation"].startswith("Don't.")
+
+
+def test_a_plan_for_a_device_says_that_it_is_predicted_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(*given: Any) -> Any:
+        raise AssertionError("a plan for a device measured something here")
+
+    monkeypatch.setattr("thinwire.plan.compute.copy_rate", measured)
+    monkeypatch.setattr("thinwire.plan.compute.cores_per_rank", measured)
+    monkeypatch.setattr("thinwire.plan.encode.measure", measured)
+    note = "Predicted from data sheets, not measured: run `thinwire doctor --accelerator` on the device."
+    given = "plan --device h100 --parameters 2e7 --link 10gbit --programs BF16,Int8 --hosts"
+    words = given.split()
+    shown = run(*words, "8")
+    assert shown.exit_code == 0, shown.output
+    assert note in shown.stdout
+    assert "Measured with" not in shown.stdout
+    assert "launches" in shown.stdout
+    assert note in run(*words, "2..8").stdout
+    found = json.loads(run(*words, "8", "--json").stdout)
+    assert found["measured"] is False
+    plain, half, int8 = found["rows"]
+    assert plain["compute"] == pytest.approx(6 * 2e7 * 8192 / (0.4 * 989e12), rel=0.05)
+    assert (half["low"], half["high"], half["speed_up_bf16"]) == (None, None, 1.0)
+    assert int8["launch_seconds"] == pytest.approx(5e-6 * int8["launches"])
+    slower = json.loads(run(*words, "8", "--json", "--tokens", "16384").stdout)["rows"][0]
+    assert slower["compute"] == pytest.approx(2 * plain["compute"])
+    timed = json.loads(run(*words, "8", "--json", "--compute", "0.4s").stdout)["rows"][0]
+    assert timed["compute"] == pytest.approx(0.4)
+
+
+def test_a_device_takes_the_shapes_of_a_model_and_rates_in_bytes() -> None:
+    words = "plan --device 4090 --model gpt-1m --hosts 8 --programs Int8 --json --link"
+    bits, nbytes = (json.loads(run(*words.split(), link).stdout) for link in ("200gbit", "25GB/s"))
+    assert bits["rows"][0]["bytes"] == nbytes["rows"][0]["bytes"]
+    # Bits of Ethernet carry headers too, bytes of PCIe do not.
+    assert bits["rows"][0]["step"] > nbytes["rows"][0]["step"]
 
 
 def test_a_plan_of_many_world_sizes_is_a_line_each() -> None:

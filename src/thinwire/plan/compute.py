@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.errors import OptionError
 from thinwire.plan.cost import Compute
+from thinwire.plan.devices import Device
 from thinwire.plan.encode import copy_rate
 from thinwire.plan.gaps import kind_of
 from thinwire.plan.traffic import Shapes
@@ -124,7 +125,7 @@ def _deviation(values: Sequence[float]) -> float:
     return (high - low) / _QUARTILES
 
 
-def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
+def assumed(shapes: Shapes, seconds: float, kind: str = "", device: Device | None = None) -> Measured:
     """Return a step of a known total time, whose parts are assumed.
 
     Forward takes 30 % and the optimizer 5 %. Backward computes gradients in proportion to their sizes.
@@ -133,6 +134,7 @@ def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
         shapes: The shapes of the parameters in the order of gradients.
         seconds: The time of a step without communication.
         kind: The kind of the model.
+        device: The device of the data sheet whose memory is used. None for this machine's, which is measured.
     """
     begin, backward = _FORWARD * seconds, (1 - _OPTIMIZER) * seconds
     total, done, arrivals = sum(shape.numel() for shape in shapes.values()), 0, []
@@ -144,8 +146,9 @@ def assumed(shapes: Shapes, seconds: float, kind: str = "") -> Measured:
         arrivals=tuple(arrivals),
         backward=backward,
         optimizer=seconds - backward,
-        copy_rate=copy_rate(),
-        cores=cores_per_rank(),
+        copy_rate=copy_rate() if device is None else device.copy_rate,
+        cores=cores_per_rank() if device is None else Compute.cores,
+        shared=device is not None,
     )
     return Measured(shapes, compute, kind)
 

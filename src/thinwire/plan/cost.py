@@ -14,10 +14,10 @@ and a step takes
     max(backward's end, host free, all done) + optimizer + stragglers
 
 Encoding on backward's own thread delays backward, and with it the chunks that have not arrived. Where ranks
-have fewer than two cores each, so do encoding on other threads and the processor time of collectives.
-Stragglers are the expected lead of the slowest of W ranks over the mean, spread * sqrt(2 ln W), for a normal
-distribution. Every rank waits for the slowest one at each exchange. `occupied` and `latency` are those of
-`thinwire.plan.network`.
+have fewer than two cores each, so do encoding on other threads and the processor time of collectives. On a
+GPU all encoding delays backward, which uses the same device. Stragglers are the expected lead of the slowest
+of W ranks over the mean, spread * sqrt(2 ln W), for a normal distribution. Every rank waits for the slowest
+one at each exchange. `occupied` and `latency` are those of `thinwire.plan.network`.
 
 A closed formula, the maximum of computing and bytes / bandwidth, would ignore that most gradients of a small
 model arrive with DDP's last bucket, and that a stage waits for the one before. The recursion uses the
@@ -50,6 +50,7 @@ class Compute:
         copy_rate: Bytes per second of a copy in memory.
         spread: Standard deviation of a step's seconds on one host.
         cores: Processor cores for each rank. Below 2, encoding delays backward on any thread.
+        shared: Whether all encoding runs on backward's own device, so that it delays backward on any thread.
     """
 
     begin: float
@@ -59,6 +60,7 @@ class Compute:
     copy_rate: float = 8e9
     spread: float = 0.0
     cores: float = 2.0
+    shared: bool = False
 
     @property
     def step(self) -> float:
@@ -215,8 +217,8 @@ def _run(chunks: Sequence[Chunk], compute: Compute, network: Network) -> tuple[f
         begin = max(host, done[number] if stage else chunk.arrival + delay)
         work = chunk.encode[stage]
         # Stage 0 runs inside DDP's hook, on backward's own thread. Later stages run on the wire thread, which
-        # delays backward only where it has no core.
-        if begin < ended + delay and (stage == 0 or crowded):
+        # delays backward only where it has no core, or where both use one GPU.
+        if begin < ended + delay and (stage == 0 or crowded or compute.shared):
             delay += work
         # host free = begin(c, s) + encode(c, s)
         host = begin + work

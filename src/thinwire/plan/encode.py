@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -42,6 +43,16 @@ def contention(cores: float) -> float:
     (2.0, 1.25)
     """
     return 1 + 1 / cores
+
+
+class EncodeTimes(Protocol):
+    """A source of programs' times: measured here (`Speeds`), or predicted (`thinwire.plan.devices`)."""
+
+    def seconds(self, layout: Layout, ranks: int, step: int) -> tuple[float, ...]:
+        """Return the time of each stage of a layout."""
+
+    def spread(self) -> float:
+        """Return the typical relative spread of the times."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from thinwire.engine.order import LOOKAHEAD
 from thinwire.plan.candidates import PLAIN_DDP, Candidate, ModelExchange, exchanges_of, outer_bytes
 from thinwire.plan.compute import Measured
 from thinwire.plan.cost import Chunk, Compute, Cost, averaged_cost, step_cost
-from thinwire.plan.encode import Speeds
+from thinwire.plan.devices import DeviceSpeeds
+from thinwire.plan.encode import EncodeTimes, Speeds
 from thinwire.plan.gaps import Gap, Known
 from thinwire.plan.network import Link, Network
 from thinwire.plan.traffic import Handed, Layout, handed_over, plain_buckets, traffic
@@ -53,13 +54,13 @@ class Planner:
     Attributes:
         measured: The model and its step without communication.
         step: The step for which costs are predicted. Warm-ups are over by then.
-        speeds: The measured times of programs.
+        speeds: The times of programs, measured here or predicted.
         itemsize: Bytes of a gradient's number.
     """
 
     measured: Measured
     step: int = 1000
-    speeds: Speeds = field(default_factory=Speeds)
+    speeds: EncodeTimes = field(default_factory=Speeds)
     itemsize: int = 4
     _made: dict[tuple[str, int, int], tuple[Candidate, Any]] = field(default_factory=dict, repr=False)
     """Results by kind, candidate and ranks. The candidate is kept alive, so that its id is not reused."""
@@ -87,17 +88,18 @@ class Planner:
         config = candidate.averaging
         if candidate.argument is None:
             return 0
-        if config is None:
-            layouts = [handed.layout for handed in self._handed(candidate)]
-        else:
-            layouts = [
-                layout for exchange in self._exchanges(candidate, ranks) for layout in exchange.layouts
-            ]
-        found = [traffic(layout, ranks, self.step) for layout in layouts]
+        found = [traffic(layout, ranks, self.step) for layout, _ in self.layouts(candidate, ranks)]
         # The engine's order keeps at most LOOKAHEAD + 1 buckets in flight. Take the largest.
         flying = sorted((layout.in_flight for layout in found), reverse=True)[: LOOKAHEAD + 1]
         anchors = 0 if config is None else outer_bytes(config, self.measured.shapes)
         return 2 * sum(layout.kept for layout in found) + sum(flying) + anchors
+
+    def layouts(self, candidate: Candidate, ranks: int) -> list[tuple[Layout, int]]:
+        """Return the layouts that a candidate exchanges in a period, each with its number of ranks."""
+        if candidate.averaging is None:
+            return [(handed.layout, ranks) for handed in self._handed(candidate)]
+        exchanges = self._exchanges(candidate, ranks)
+        return [(layout, exchange.ranks) for exchange in exchanges for layout in exchange.layouts]
 
     def rows(self, candidates: Sequence[Candidate], network: Network, known: Known) -> list[Row]:
         """Return the plan of each candidate, plain DDP first.
@@ -182,11 +184,12 @@ class Planner:
 
     def _handed(self, candidate: Candidate) -> list[Handed]:
         shapes, size = self.measured.shapes, self.itemsize
+        sliced = not isinstance(self.speeds, DeviceSpeeds)
 
         def make() -> list[Handed]:
             if candidate.argument is None:
                 return plain_buckets(shapes, candidate.bucket_mb, size)
-            return handed_over(candidate.program, shapes, candidate.bucket_mb, size)
+            return handed_over(candidate.program, shapes, candidate.bucket_mb, size, sliced=sliced)
 
         made: list[Handed] = self._once("handed", candidate, 0, make)
         return made

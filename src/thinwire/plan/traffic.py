@@ -120,7 +120,12 @@ def buckets_of(shapes: Shapes, bucket_mb: float | None, itemsize: int = 4) -> li
 
 
 def handed_over(
-    program: Program, shapes: Shapes, bucket_mb: float | None = None, itemsize: int = 4
+    program: Program,
+    shapes: Shapes,
+    bucket_mb: float | None = None,
+    itemsize: int = 4,
+    *,
+    sliced: bool = True,
 ) -> list[Handed]:
     """Return the parts that `attach` exchanges of DDP's buckets, in the order in which programs start.
 
@@ -129,10 +134,11 @@ def handed_over(
         shapes: The shapes in the order of gradients.
         bucket_mb: As for `buckets_of`.
         itemsize: Bytes of a number.
+        sliced: Whether buckets are divided into slices, as on a CPU.
     """
     exceptions = exceptions_of((), program, shapes)
     exact = frozenset(name for name, chosen in exceptions.items() if isinstance(chosen, Exact))
-    programs = Programs(program, exceptions, exact, sliced=True)
+    programs = Programs(program, exceptions, exact, sliced)
     nbytes = {name: itemsize * shape.numel() for name, shape in shapes.items()}
     found: list[Handed] = []
     deferred: list[str] = []
@@ -143,7 +149,8 @@ def handed_over(
             if part.deferred:
                 deferred += part.names
             else:
-                found += [Handed(_layout(piece, shapes), computed) for piece in part.sliced(nbytes)]
+                pieces = part.sliced(nbytes) if sliced else [part]
+                found += [Handed(_layout(piece, shapes), computed) for piece in pieces]
     # Exact vectors wait for the end of the step, and share one all-reduce.
     if deferred:
         found.append(Handed(_layout(BucketPart(Exact(), tuple(deferred)), shapes), computed))

@@ -6,6 +6,7 @@ import re
 from thinwire.errors import OptionError
 
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTE_RATES = {"kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -26,14 +27,29 @@ def parse_rate(text: str, option: str = "rate") -> float:
 
     >>> parse_rate("100mbit"), parse_rate("2.5 Gbit/s"), parse_rate("unlimited")
     (100000000.0, 2500000000.0, inf)
+    >>> parse_rate("25GB/s")
+    200000000000.0
     """
     if text.strip().lower() == "unlimited":
         return math.inf
-    wanted = "write a number of bits a second with its unit, such as 10mbit, 2.5gbit or unlimited"
-    rate = _parse(text.strip().lower().removesuffix("/s"), _RATES, option, text, wanted)
+    wanted = "write a number of bits a second with its unit, such as 10mbit, 2.5gbit, 25GB/s or unlimited"
+    if is_byte_rate(text):
+        number, unit = text.strip()[:-4], text.strip()[-4:]
+        rate = _BYTE_RATES[unit] * _parse(number, {"": 1.0}, option, text, wanted)
+    else:
+        rate = _parse(text.strip().lower().removesuffix("/s"), _RATES, option, text, wanted)
     if rate <= 0:
         raise OptionError(f"{option}={text!r} must be above 0: pass a rate, such as 100mbit")
     return rate
+
+
+def is_byte_rate(text: str) -> bool:
+    """Return whether a rate is in bytes of data, such as `25GB/s`. With a small b it would be bits.
+
+    >>> is_byte_rate("25GB/s"), is_byte_rate("25Gb/s"), is_byte_rate("200gbit")
+    (True, False, False)
+    """
+    return text.strip()[-4:] in _BYTE_RATES
 
 
 def parse_seconds(text: str, option: str) -> float:

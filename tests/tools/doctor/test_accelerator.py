@@ -46,7 +46,11 @@ def test_the_shadow_device_passes_every_check(tmp_path: Path) -> None:
     assert {name: check["verdict"] for name, check in report["checks"].items()} == dict.fromkeys(
         report["checks"], "ok"
     ), printed
-    assert len(report["checks"]) == 11
+    assert len(report["checks"]) == 12
+    rates = report["checks"]["rates"]["ranks"][0]["details"]
+    assert rates["launch_us"] > 0
+    assert rates["memory_gb_per_s"] > 0
+    assert rates["planned_as"] is None
     assert code == 0
     assert "no check found anything" in printed
 

@@ -11,16 +11,25 @@ import click
 import torch.distributed as dist
 
 from thinwire.errors import OptionError, UnavailableError
+from thinwire.plan.devices import DEVICES, TOKENS
 from thinwire.plan.network import Network
 from thinwire.plan.probe import probe_group
 from thinwire.plan.recommend import MAX_GAP, recommend
+from thinwire.plan.text import device_terms
 from thinwire.telemetry.log import Log, is_log
 from thinwire.tools.bench.load import measuring
 from thinwire.tools.bench.real import under_torchrun
 from thinwire.tools.bench.results import Results
 from thinwire.tools.cli.output import check_writable, write_page
 from thinwire.tools.cli.plan_request import Request
-from thinwire.tools.cli.plan_tables import check_log, check_results, show_checks, show_plan, show_sizes
+from thinwire.tools.cli.plan_tables import (
+    check_log,
+    check_results,
+    show_checks,
+    show_device_plan,
+    show_plan,
+    show_sizes,
+)
 
 _FILE = click.Path(path_type=Path)
 
@@ -35,8 +44,13 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--compute", help="Time of a step without communication, such as 0.4s.  [default: measured here]"
 )
+@click.option(
+    "--device",
+    help=f"Predict for a GPU from its data sheet and measure nothing here: {', '.join(DEVICES)}.",
+)
+@click.option("--tokens", type=float, help=f"Tokens per GPU and step, with --device.  [default: {TOKENS}]")
 @click.option("--hosts", help="World size: 8, or 2,4,8, or a range 2..4096.")
-@click.option("--link", help="Rate of every host's link, such as 100mbit or unlimited.")
+@click.option("--link", help="Rate of every host's link, such as 100mbit, 25GB/s or unlimited.")
 @click.option("--up", help="Rate at which a host sends, if it differs from --link.")
 @click.option("--down", help="Rate at which a host receives, if it differs from --link.")
 @click.option("--rtt", default="0.2ms", show_default=True, help="Round trip between two hosts.")
@@ -73,11 +87,17 @@ def plan(as_json: bool, check: Path | None, plot: Path | None, **options: Any) -
     \b
     thinwire plan --model mypackage.train:build --hosts 8 --link 100mbit --rtt 20ms --steps 20000
     thinwire plan --parameters 7e9 --compute 0.4s --hosts 64 --link 10gbit
+    thinwire plan --device h100 --parameters 7e9 --hosts 8 --link 10gbit
     thinwire plan --model gpt-6m --hosts 2..4096 --link 10gbit --plot
     thinwire plan --check bench.json
     torchrun --nnodes 2 ... -m thinwire plan --model mypackage.train:build
     """  # noqa: D301 - click needs the control character \b, not a raw string
     request = Request(**options)
+    if request.gpu is not None and (check is not None or under_torchrun()):
+        measured = "--check compares with" if check is not None else "torchrun probes the network for"
+        raise OptionError(
+            f"--device plans without measurements, and {measured} measurements: leave out one of them"
+        )
     if check is not None and not is_log(check):
         results = Results.load(check)
         with measuring():
@@ -112,10 +132,14 @@ def _answer(request: Request, networks: list[Network], *, as_json: bool) -> None
                 candidate.validate(planner.measured.shapes, network.ranks)
             rows = planner.rows(candidates, network, known)
             plans.append((network, rows, recommend(rows, network, limits, request.steps)))
-    if len(plans) == 1:
+    note = request.note()
+    if len(plans) > 1:
+        show_sizes(plans, timing, note, as_json=as_json)
+    elif note is None:
         show_plan(*plans[0][1:], timing, as_json=as_json)
     else:
-        show_sizes(plans, timing, as_json=as_json)
+        network, rows, advice = plans[0]
+        show_device_plan(rows, device_terms(planner, rows, network), advice, note, as_json=as_json)
 
 
 def _draw(request: Request, path: Path, *, as_json: bool) -> None:
@@ -131,7 +155,8 @@ def _draw(request: Request, path: Path, *, as_json: bool) -> None:
             for network in networks:
                 candidate.validate(planner.measured.shapes, network.ranks)
         found = scale(planner, candidates, networks, request.known(), request.limits())
-    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {timing}".rstrip("."))
+    how = request.note() or str(timing)
+    page = render(found, shlex.join(["thinwire", *sys.argv[1:]]), f"{request.words()}. {how}".rstrip("."))
     write_page(path, page, as_json=as_json)
 
 

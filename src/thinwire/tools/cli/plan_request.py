@@ -12,12 +12,22 @@ import torch
 from thinwire.errors import OptionError
 from thinwire.plan.candidates import DEFAULTS, Candidate
 from thinwire.plan.compute import Measured, assumed, measure, shapes_of, transformer_shapes
+from thinwire.plan.devices import TOKENS, Device, DeviceSpeeds, find_device
 from thinwire.plan.encode import Speeds, contention
 from thinwire.plan.gaps import TRANSFORMER, Known, kind_of
 from thinwire.plan.network import FRAMING, Link, Network
 from thinwire.plan.planner import Planner
 from thinwire.plan.recommend import Limits
-from thinwire.plan.units import parse_bytes, parse_rate, parse_seconds, parse_share, show_seconds
+from thinwire.plan.text import predicted
+from thinwire.plan.traffic import Shapes
+from thinwire.plan.units import (
+    is_byte_rate,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+    parse_share,
+    show_seconds,
+)
 from thinwire.tools.bench.parsing import parse_program, split_programs
 from thinwire.tools.bench.predict import left_out, measured_gaps
 from thinwire.tools.bench.results import Results
@@ -53,11 +63,25 @@ class Request:
     max_memory: str | None
     exclude: str
     results: Path | None
+    device: str | None = None
+    tokens: float | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens is not None and self.device is None:
+            raise OptionError("--tokens needs --device: without it, pass the time of a step by --compute")
+        if self.tokens is not None and self.compute is not None:
+            raise OptionError("--tokens and --compute both set the time of a step: pass one of them")
+        if self.tokens is not None and not 1 <= self.tokens < 1e15:
+            raise OptionError(f"tokens={self.tokens:g} must be at least 1: tokens of a device in each step")
+        self.gpu  # noqa: B018 - raises for an unknown device before anything is built
         if self.steps is not None and self.steps < 1:
             raise OptionError(f"steps={self.steps} must be at least 1: a plan is for a training")
         self.limits()
+
+    @property
+    def gpu(self) -> Device | None:
+        """The device of a data sheet to plan for, or None for this machine."""
+        return None if self.device is None else find_device(self.device)
 
     def limits(self) -> Limits:
         """Return the constraints of a recommendation."""
@@ -101,9 +125,12 @@ class Request:
                     "pass --link 100mbit, or --up and --down: there is no rate; under torchrun the network is"
                     " probed"
                 )
-            rates.append(FRAMING * parse_rate(text, "link" if own is None else name))
+            rate = parse_rate(text, "link" if own is None else name)
+            # PCIe and others are described by the bytes of data they carry, Ethernet by the bits of frames.
+            rates.append(rate if is_byte_rate(text) else FRAMING * rate)
         latency = parse_seconds(self.rtt, "rtt") / 2
-        return Network(ranks=hosts, link=Link(up=rates[0], down=rates[1], latency=latency))
+        network = Network(ranks=hosts, link=Link(up=rates[0], down=rates[1], latency=latency))
+        return network if self.gpu is None else self.gpu.connect(network)
 
     def planner(self, ranks: int) -> Planner:
         """Return the planner for the model.
@@ -113,7 +140,8 @@ class Request:
         """
         self.candidates()
         measured = self.measured
-        speeds = Speeds(factor=contention(measured.compute.cores))
+        gpu = self.gpu
+        speeds = Speeds(factor=contention(measured.compute.cores)) if gpu is None else DeviceSpeeds(gpu)
         return Planner(measured, step=(self.steps or _STEPS) // 2, speeds=speeds)
 
     def words(self) -> str:
@@ -122,6 +150,12 @@ class Request:
         step = show_seconds(self.measured.compute.step)
         name = self.model or "a transformer"
         return f"{name}, {numbers / 1e6:,.3g} M parameters, {step} a step without communication"
+
+    def note(self) -> str | None:
+        """Return the text which says that a plan for --device is not measured, or None without --device."""
+        if self.gpu is None:
+            return None
+        return predicted(self.gpu, None if self.compute is not None else self.tokens or TOKENS)
 
     @cached_property
     def measured(self) -> Measured:
@@ -133,14 +167,34 @@ class Request:
             )
         if (self.model is None) == (self.parameters is None):
             raise OptionError("pass either --model module:build, or --parameters 7e9 with --compute 0.4s")
-        if self.model is not None:
+        if self.model is not None and self.gpu is None:
             return _of_model(self.model, seconds)
+        if self.model is not None:
+            return self._on_device(*_shapes_of_model(self.model), seconds)
         assert self.parameters is not None
         if not 1 <= self.parameters < 1e15:
             raise OptionError(f"parameters={self.parameters:g} must be at least 1: pass a count such as 7e9")
+        if self.gpu is not None:
+            return self._on_device(transformer_shapes(self.parameters), TRANSFORMER, seconds)
         if seconds is None:
-            raise OptionError("--parameters needs --compute: pass the time of a step, such as --compute 0.4s")
+            raise OptionError(
+                "--parameters needs --compute or --device: pass the time of a step, such as --compute 0.4s,"
+                " or a GPU, such as --device h100"
+            )
         return assumed(transformer_shapes(self.parameters), seconds, TRANSFORMER)
+
+    def _on_device(self, shapes: Shapes, kind: str, seconds: float | None) -> Measured:
+        """Return the model with a step that is predicted for the device, unless --compute passed its time."""
+        assert self.gpu is not None
+        if seconds is None and kind != TRANSFORMER:
+            raise OptionError(
+                f"model={self.model!r} is not a transformer: --device predicts the step of a transformer from"
+                " its parameters; pass --compute, the time of a step on the device"
+            )
+        count = sum(shape.numel() for shape in shapes.values())
+        if seconds is None:
+            seconds = self.gpu.step_seconds(count, self.tokens or TOKENS)
+        return assumed(shapes, seconds, kind, self.gpu)
 
 
 def _of_model(name: str, seconds: float | None) -> Measured:
@@ -149,10 +203,17 @@ def _of_model(name: str, seconds: float | None) -> Measured:
         if seconds is None:
             check_workload(name)
             return measure_workload(name)
+    shapes, kind = _shapes_of_model(name)
+    return assumed(shapes, seconds, kind)
+
+
+def _shapes_of_model(name: str) -> tuple[Shapes, str]:
+    """Return the shapes and the kind of a model, which is built without values."""
+    with redirect_stdout(sys.stderr):
         workload = find_workload(name)
         with torch.device("meta"):
             built = call_users(workload.build, f"model={name!r} on the device meta")
-        return assumed(shapes_of(built), seconds, kind_of(built))
+    return shapes_of(built), kind_of(built)
 
 
 def measure_workload(name: str) -> Measured:

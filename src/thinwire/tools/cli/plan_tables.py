@@ -9,7 +9,19 @@ from thinwire.plan.compute import Measured
 from thinwire.plan.network import Network
 from thinwire.plan.planner import Row
 from thinwire.plan.recommend import Recommendation
-from thinwire.plan.text import LEGEND, TIME, TRADE, Lines, as_data, sources, time_of, trade_of
+from thinwire.plan.text import (
+    DEVICE,
+    DEVICE_LEGEND,
+    LEGEND,
+    TIME,
+    TRADE,
+    Lines,
+    as_data,
+    device_of,
+    sources,
+    time_of,
+    trade_of,
+)
 from thinwire.plan.units import show_bytes, show_seconds
 from thinwire.telemetry.log import Log
 from thinwire.tools.bench.load import Timing
@@ -36,32 +48,81 @@ def lines_of(advice: Recommendation) -> Lines:
 
 def show_plan(rows: list[Row], advice: Recommendation, timing: Timing, *, as_json: bool) -> None:
     """Print the plan for one network."""
-    lines = lines_of(advice)
     if as_json:
-        print_json({**as_data(rows, advice, lines), "timing": timing.as_data()})
+        print_json({**as_data(rows, advice, lines_of(advice)), "timing": timing.as_data()})
         return
     out.print()
-    for columns, text_of in ((TIME, time_of), (TRADE, trade_of)):
-        shown = [(row.candidate.name, text_of(row), row is advice.row) for row in rows]
-        out.print(text_table(columns, shown), "", soft_wrap=False)
+    _print_table(TIME, [time_of(row) for row in rows], rows, advice)
+    _print_table(TRADE, [trade_of(row) for row in rows], rows, advice)
+    _print_advice(advice)
+    out.print(str(timing), style="bold" if timing.busy else "")
+    _print_legend(rows, LEGEND)
+
+
+def show_device_plan(
+    rows: list[Row], terms: list[dict[str, float]], advice: Recommendation, note: str, *, as_json: bool
+) -> None:
+    """Print the plan for a device that is not at hand.
+
+    Args:
+        rows: The plan of every candidate.
+        terms: The terms of each row on the device.
+        advice: The recommendation.
+        note: A text which says that the plan is not measured.
+        as_json: Whether to print JSON.
+    """
+    if as_json:
+        found = as_data(rows, advice, lines_of(advice))
+        for row, more in zip(found["rows"], terms, strict=True):
+            # The error of the formula was never measured on a GPU, so there is no interval.
+            row.update(more, low=None, high=None)
+        print_json({**found, "measured": False, "note": note})
+        return
+    out.print()
+    figures = [device_of(row, more) for row, more in zip(rows, terms, strict=True)]
+    _print_table(DEVICE, figures, rows, advice)
+    _print_table(TRADE, [trade_of(row) for row in rows], rows, advice)
+    _print_advice(advice)
+    out.print(note, style="bold")
+    _print_legend(rows, DEVICE_LEGEND)
+
+
+def _print_table(
+    columns: tuple[str, ...], figures: list[list[str]], rows: list[Row], advice: Recommendation
+) -> None:
+    shown = [(row.candidate.name, texts, row is advice.row) for row, texts in zip(rows, figures, strict=True)]
+    out.print(text_table(columns, shown), "", soft_wrap=False)
+
+
+def _print_advice(advice: Recommendation) -> None:
     out.print(advice.text, style="bold")
-    line, other = lines
+    line, other = lines_of(advice)
     if line:
         out.print(f"\n    {line}", style="bold")
     if other:
         out.print(f"    {other}  # the alternative")
     out.print()
-    out.print(str(timing), style="bold" if timing.busy else "")
+
+
+def _print_legend(rows: list[Row], legend: str) -> None:
     for source in sources(rows):
         err.print(f"loss gaps of {source}", style="dim")
-    err.print(LEGEND, style="dim")
+    err.print(legend, style="dim")
 
 
-def show_sizes(plans: list[Plan], timing: Timing, *, as_json: bool) -> None:
-    """Print one line for each world size: plain DDP and the recommendation."""
+def show_sizes(plans: list[Plan], timing: Timing, note: str | None = None, *, as_json: bool) -> None:
+    """Print one line for each world size: plain DDP and the recommendation.
+
+    Args:
+        plans: The plan of each world size.
+        timing: The circumstances of the measurements.
+        note: A text which says that the plans are not measured, in place of `timing`. None if they are.
+        as_json: Whether to print JSON.
+    """
+    how = {"timing": timing.as_data()} if note is None else {"measured": False, "note": note}
     if as_json:
         found: list[dict[str, Any]] = [
-            {"hosts": network.ranks, **as_data(rows, advice, lines_of(advice)), "timing": timing.as_data()}
+            {"hosts": network.ranks, **as_data(rows, advice, lines_of(advice)), **how}
             for network, rows, advice in plans
         ]
         print_json(found)
@@ -76,7 +137,7 @@ def show_sizes(plans: list[Plan], timing: Timing, *, as_json: bool) -> None:
         lines.append((f"{network.ranks} hosts", [*figures, best.candidate.name, also], False))
     out.print()
     out.print(text_table(SIZES, lines), "", soft_wrap=False)
-    out.print(str(timing), style="bold" if timing.busy else "")
+    out.print(note or str(timing), style="bold" if note or timing.busy else "")
     err.print(
         "computing: the share of a step that is not communication. The second bytes and computing are those"
         " of the program to use. or: averaged models that are faster still, and change training more.",

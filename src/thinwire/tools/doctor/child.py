@@ -30,6 +30,7 @@ CHECKS = {
     "failing program": Check(running.failing_program, 60),
     "lost rank": Check(running.lost_rank, 60),
     "memory": Check(cost.memory, 90),
+    "rates": Check(cost.rates, 60),
     "speed": Check(cost.speed, 120),
 }
 """All checks in the order of the table, each with the seconds after which it counts as hung."""
