@@ -360,9 +360,9 @@ def test_thousands_of_parameters_are_laid_out_once_and_few_of_them_are_timed(
 ) -> None:
     laid_out = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **options: Any) -> Any:
         laid_out.append(given)
-        return handed_over(*given)
+        return handed_over(*given, **options)
 
     monkeypatch.setattr(planner_module, "handed_over", counted)
     shapes = {f"w{number}": torch.Size((2 + number % 3, 2)) for number in range(2000)}

@@ -155,9 +155,8 @@ def _memory_rate(around: Surroundings) -> float:
 
 def _planned(model: torch.nn.Module, program: thinwire.Program, ranks: int) -> int:
     """Return the launches of a step that the planner assumes for a program."""
-    return sum(
-        work(handed.layout, ranks, _STEPS).launches for handed in handed_over(program, shapes_of(model))
-    )
+    handed = handed_over(program, shapes_of(model), sliced=False)
+    return sum(work(each.layout, ranks, _STEPS).launches for each in handed)
 
 
 def _now(around: Surroundings) -> float:
