@@ -1,11 +1,15 @@
 """Memory of the device, by program: bytes a parameter beyond plain DDP.
 
-`python -m tests.shadow.memory` prints the table of docs/accelerators.md.
+`python -m tests.shadow.memory` prints the table of docs/accelerators.md. The shadow device cannot run Triton's
+kernels. They allocate nothing, so for the memory of that path they are replaced by functions that do nothing.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -13,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.harness import end_warm_ranks, quiet, run_ranks
 from tests.shadow.device import SHADOW
+from thinwire.kernels.triton import launch
+from thinwire.programs import triton_coder
 
 WIDTH = 512
 LAYERS = 6
@@ -34,6 +40,11 @@ PROGRAMS: dict[str, Any] = {
     "ZeRO, Int8": thinwire.ZeRO(thinwire.Int8()),
 }
 
+FUSED = ("Int8", "Int8, no feedback", "Int4", "FP8", "Sign")
+"""The programs that are measured with Triton's kernels too."""
+TRITON = ", Triton"
+"""The end of their names."""
+
 
 class Used(NamedTuple):
     """Bytes a parameter that are allocated on the device."""
@@ -50,8 +61,24 @@ class Used(NamedTuple):
 
 def measured(rank: int, world_size: int, names: list[str]) -> dict[str, Used]:
     """Train with each program, and measure the last step."""
+    found = {}
     with quiet():
-        return {name: _used(PROGRAMS[name]) for name in names}
+        for name in names:
+            plain = name.removesuffix(TRITON)
+            with nullcontext() if name == plain else _without_kernels():
+                found[name] = _used(PROGRAMS[plain])
+    return found
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Take the path of Triton's kernels, and launch none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in ("encode", "mean_encode", "decode", "gather_exact", "mean_exact", "scatter_exact"):
+            patch.setattr(launch, kernel, lambda *args: None)
+        patch.setattr(triton_coder, "runs", lambda codec, width, bucket: codec.kernel is not None)
+        patch.setattr(triton_coder, "_uploaded", lambda table, device: table.to(device))
+        yield
 
 
 def _used(program: Any) -> Used:
@@ -82,7 +109,8 @@ def _used(program: Any) -> Used:
 
 def table() -> str:
     """Return the measurements of rank 0 as a table in Markdown."""
-    found = run_ranks(measured, 2, list(PROGRAMS), backend=SHADOW)[0]
+    names = [*PROGRAMS, *(f"{name}{TRITON}" for name in FUSED)]
+    found = run_ranks(measured, 2, names, backend=SHADOW)[0]
     lines = [
         "| program | between steps | at the peak of backward |",
         "|---|---|---|",

@@ -76,6 +76,7 @@ class TritonCoder(BucketCoder):
         inputs = self._values, self._dtype, self._old, self._numbers.keep, self._errors
         launch.mean_encode(self._geometry, self._tables.blocks, *inputs, received, rank, world, row)
         launch.mean_exact(self._geometry, self._exact_dtype, received, self._own, rank, world, row)
+        del self._own  # and with it the rows that were sent
         return row
 
     def decode(self, encoded: torch.Tensor) -> Outcome:

@@ -68,9 +68,11 @@ class TwoShot(Program):
         coder = bucket_coder_of(self.codec, bucket)
         # Phase 1, reduce-scatter: this rank receives its own chunk of every other rank, encoded.
         received = yield AllToAll(coder.encode(), in_order=False)
+        row = coder.encode_mean(received)
+        del received  # a whole bucket of codes, while the means are on their way
         # Phase 2, all-gather: every rank receives the means of all chunks, and decodes the same bytes. A
         # chunk's owner decodes them too: if it kept its more precise mean, replicas would diverge.
-        encoded = yield AllGather(coder.encode_mean(received), in_order=False)
+        encoded = yield AllGather(row, in_order=False)
         return coder.decode(encoded)
 
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
