@@ -1,7 +1,8 @@
 """Memory of the device, by program: bytes a parameter beyond plain DDP.
 
-`python -m tests.shadow.memory` prints the table of docs/accelerators.md. The shadow device cannot run Triton's
-kernels. They allocate nothing, so for the memory of that path they are replaced by functions that do nothing.
+`python -m tests.shadow.memory` prints the table of docs/accelerators.md. The shadow device cannot run
+Triton's kernels. They allocate nothing, so for the memory of that path they are replaced by functions that do
+nothing.
 """
 
 import gc

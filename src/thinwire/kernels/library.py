@@ -2,7 +2,7 @@
 
 The package builds it from the C files of this folder. Without a C compiler the package still installs, and
 the pure-torch path computes the same results. `THINWIRE_KERNELS=0` in the environment disables native code
-for a process, and `switched_off()` for the duration of a context.
+and the Triton kernels of GPUs for a process, and `switched_off()` for the duration of a context.
 
 A plain C library called through ctypes knows addresses and lengths only, so it fits every version of torch
 and needs no Python headers. ctypes releases the GIL during a call, so encoding on the wire thread does not
@@ -79,8 +79,19 @@ def native() -> ctypes.CDLL | None:
 
 def status() -> Status:
     """Return whether native code is in use, and if not, why."""
-    library, found = _loaded()
-    return Status(False, "switched off by switched_off()") if library and _switch.off else found
+    found = _loaded()[1]
+    return (off() or found) if found.in_use else found
+
+
+def off() -> Status | None:
+    """Return how kernels, those of GPUs too, are switched off, or None if they are not."""
+    return Status(False, "switched off by switched_off()") if _switch.off else _off_by_variable()
+
+
+def _off_by_variable() -> Status | None:
+    if os.environ.get(VARIABLE, "1") != "0":
+        return None
+    return Status(False, f"switched off by {VARIABLE}=0", f"unset {VARIABLE}")
 
 
 @contextmanager
@@ -114,8 +125,8 @@ _switch = _Switch()
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, Status]:
     """Return the library, or None, and the status that `thinwire doctor` shows."""
-    if os.environ.get(VARIABLE, "1") == "0":
-        return None, Status(False, f"switched off by {VARIABLE}=0", f"unset {VARIABLE}")
+    if found := _off_by_variable():
+        return None, found
     folder = Path(__file__).parent
     built = [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
     path = next((path for path in built if path.is_file()), None)
@@ -123,8 +134,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, Status]:
         return None, Status(False, "not built, so codecs run on torch alone", _REBUILD)
     try:
         library = ctypes.CDLL(str(path))
-        if (found := int(library.tw_abi())) != _ABI:
-            return None, Status(False, f"{path.name} is of version {found}, not {_ABI}", _REBUILD)
+        if (version := int(library.tw_abi())) != _ABI:
+            return None, Status(False, f"{path.name} is of version {version}, not {_ABI}", _REBUILD)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

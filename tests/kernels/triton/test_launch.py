@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from thinwire.errors import OptionError
+from thinwire.kernels import library
 from thinwire.kernels.triton import launch
 
 
@@ -17,6 +18,19 @@ def test_importing_thinwire_does_not_import_triton() -> None:
 
 def test_kernels_are_not_available_on_a_cpu() -> None:
     assert not launch.available(torch.device("cpu"))
+
+
+def test_kernels_are_switched_off_with_the_native_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_installed", lambda: True)
+    gpu = torch.device("cuda", 0)
+    assert launch.available(gpu)
+    with library.switched_off():
+        assert not launch.available(gpu)
+    monkeypatch.setenv(library.VARIABLE, "0")
+    assert launch.status() == (False, "switched off by THINWIRE_KERNELS=0", "unset THINWIRE_KERNELS")
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "_installed", lambda: False)
+    assert "many launches" in launch.status().detail
 
 
 @pytest.mark.parametrize(

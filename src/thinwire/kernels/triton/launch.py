@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import OptionError
+from thinwire.kernels import library
 from thinwire.kernels.blocks import KINDS
 
 NUMBERS = 1024
@@ -34,10 +35,24 @@ _WIDEST = 4096
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@functools.cache
 def available(device: torch.device) -> bool:
-    """Return whether kernels can be launched on this device: a GPU, and Triton is installed."""
-    return device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
+    """Return whether kernels are launched on this device: it is a GPU, and `status` is in use."""
+    return device.type in ("cuda", "xpu") and status().in_use
+
+
+def status() -> library.Status:
+    """Return whether kernels are launched on GPUs, and if not, why."""
+    if found := library.off():
+        return found
+    if not _installed():
+        detail = "Triton is not installed, so codecs run on torch's operators, with many launches"
+        return library.Status(False, detail, "pip install triton (torch for CUDA brings it along)")
+    return library.Status(True, "Triton is installed")
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def supports(kind: str, width: int) -> bool:

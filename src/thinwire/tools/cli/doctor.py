@@ -16,6 +16,7 @@ from rich.text import Text
 
 from thinwire.errors import UnavailableError
 from thinwire.kernels import library
+from thinwire.kernels.triton import launch
 from thinwire.tools.cli.output import err, out, print_json
 from thinwire.tools.lab.interfaces import VARIABLE, Interface, default_route, gloo_interface, interfaces
 from thinwire.tools.lab.namespaces import try_inside, way_in
@@ -138,6 +139,7 @@ def examine() -> list[Finding]:
         Finding("cores", True, str(os.cpu_count())),
         network(interfaces(), default_route()),
         _kernels(),
+        *_gpu_kernels(),
         _compiler(),
         *_lab(),
         *(_package(name, remedy) for name, remedy in _OPTIONAL.items()),
@@ -171,6 +173,14 @@ def _devices() -> Finding:
 def _kernels() -> Finding:
     in_use, detail, remedy = library.status()
     return Finding("kernels", in_use, f"native code in use, {detail}" if in_use else detail, remedy)
+
+
+def _gpu_kernels() -> list[Finding]:
+    """Return whether Triton's kernels are in use, where there is a GPU for them."""
+    if not torch.cuda.is_available() and not torch.xpu.is_available():
+        return []
+    in_use, detail, remedy = launch.status()
+    return [Finding("kernels on GPUs", in_use, detail, remedy)]
 
 
 def _compiler() -> Finding:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.kernels import library
+from thinwire.kernels.triton import launch
 from thinwire.tools.doctor.check import OK, Outcome, Surroundings
 from thinwire.version import __version__
 
@@ -30,6 +31,7 @@ def facts(around: Surroundings) -> Outcome:
         "nccl": _nccl_version(),
         "triton": _package_version("triton"),
         "kernels": library.status().detail.rpartition("/")[2],
+        "kernels on GPUs": launch.status().detail,
         "backend": around.backend,
         "device": str(around.device),
         "properties": _properties(around),
