@@ -145,7 +145,8 @@ class Around(Wrapper):
         return self.program(bucket, memory)
 
 
-TRAITS = [name for name, value in vars(Program).items() if isinstance(value, property) and name != "inner"]
+OWN = ("inner", "leaves_out")  # a wrapper that changes a whole bucket would change what is left out
+TRAITS = [name for name, value in vars(Program).items() if isinstance(value, property) and name not in OWN]
 
 
 @pytest.mark.parametrize("trait", TRAITS)
@@ -154,6 +155,11 @@ def test_a_wrapper_forwards_every_trait(trait: str) -> None:
         leaf = type("Leaf", (Alone,), {trait: value})()
         assert getattr(Around(Around(leaf)), trait) == value
         assert getattr(Partition([("w", Around(leaf))], default=leaf), trait) in (value, False)
+
+
+def test_a_wrapper_declares_for_itself_that_it_leaves_parameters_out() -> None:
+    assert BF16().leaves_out
+    assert not Around(BF16()).leaves_out
 
 
 def test_a_wrapper_forwards_what_depends_on_shapes_and_ranks() -> None:

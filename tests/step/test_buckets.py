@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Program, Warmup
+from thinwire import BF16, Exact, Int4, Int8, PowerSGD, Program, RandomEntries, Reduced, Warmup
 from thinwire.programs.program import Programs
 from thinwire.step.buckets import BucketLayout, BucketPart, groups_for, parts_of
 
-INT8, INT4, HALF, EXACT = Int8(), Int4(), BF16(), Exact()
+INT8, INT4, HALF, EXACT, RANDOM = Int8(), Int4(), BF16(), Exact(), Reduced(RandomEntries())
 SHAPES = {"w": (8, 8), "v": (4, 4), "b": (8,), "n": (4,), "big": (1 << 17,)}
 SIZES = {name: 4 * torch.Size(shape).numel() for name, shape in SHAPES.items()}
 
@@ -42,6 +42,17 @@ def test_small_exact_parameters_wait_for_the_last_bucket_where_no_program_takes_
     assert parts("b", PowerSGD(factor_dtype="bf16"), b=EXACT) == [BucketPart(EXACT, ("b",), deferred=True)]
 
 
+def test_a_program_that_can_leave_parameters_out_keeps_the_bucket_in_one_piece() -> None:
+    found = parts("b w n v big", HALF, b=EXACT, n=EXACT)
+    assert found == [
+        BucketPart(EXACT, ("b", "n"), deferred=True),
+        BucketPart(HALF, ("w", "n", "v", "big"), left_out=frozenset("n")),
+    ]
+    # Not around a parameter that is averaged at once, by another program.
+    assert BucketPart(HALF, ("w", "v")) in parts("w big v", HALF, big=EXACT)
+    assert BucketPart(RANDOM, ("w", "v")) in parts("w b v", RANDOM, b=EXACT)
+
+
 def test_what_an_exact_program_averages_by_itself_is_no_exception() -> None:
     assert parts("w b", EXACT, w=INT8) == [BucketPart(INT8, ("w",)), BucketPart(EXACT, ("b",))]
 
@@ -55,9 +66,9 @@ def test_every_parameter_is_in_one_part_with_a_program_that_keeps_its_promise(
     names: list[str], program: Program, exceptions: dict[str, Program]
 ) -> None:
     found = parts(" ".join(names), program, **exceptions)
-    assert sorted(name for part in found for name in part.names) == sorted(names)
+    assert sorted(name for part in found for name in part.averaged) == sorted(names)
     for part in found:
-        for name in part.names:
+        for name in part.averaged:
             wanted = exceptions.get(name, program)
             assert part.program is wanted or (wanted is EXACT and name in part.exact)
         assert part.exact <= {*part.names}

@@ -168,7 +168,7 @@ def plain_buckets(shapes: Shapes, bucket_mb: float | None = None, itemsize: int 
 
 
 def _layout(part: BucketPart, shapes: Shapes) -> Layout:
-    return Layout.of(part.program, part.names, shapes, part.exact)
+    return Layout.of(part.program, part.averaged, shapes, part.exact)
 
 
 @lru_cache(maxsize=4096)

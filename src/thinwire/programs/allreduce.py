@@ -95,6 +95,11 @@ class Reduced(Program):
             )
 
     @property
+    def leaves_out(self) -> bool:
+        """A cast takes numbers from any places. Other codecs encode a bucket as a whole."""
+        return isinstance(self.codec, Cast)
+
+    @property
     def tracks_error(self) -> bool:
         """False if the collective rounds sums to 16 bits, which no rank can report."""
         encoded = self.codec.encode(torch.zeros(1, dtype=torch.float32, device="cpu"))
@@ -106,6 +111,8 @@ class Reduced(Program):
         """Encode, all-reduce, and decode to the bucket's own buffer."""
         if is_alone(self, bucket):
             return unchanged(bucket)
+        if isinstance(self.codec, Cast) and not bucket.track_error:
+            return (yield from _cast_mean(self.codec.dtype, bucket))
         codec = reseeded(self.codec, bucket.step, bucket.names[0])
         buffer, error = bucket.buffer.mul_(1 / bucket.world_size), None
         encoded = codec.encode(buffer)
@@ -117,6 +124,20 @@ class Reduced(Program):
         for part in encoded:
             yield AllReduce(part)
         return Outcome(codec.decode(encoded, into=buffer), error)
+
+
+def _cast_mean(dtype: torch.dtype, bucket: Bucket) -> Collectives[Outcome]:
+    """Average in another dtype, in one pass over the gradients before the collective and one after it."""
+    segments = bucket.segments()
+    sent = bucket.buffer.new_empty(sum(segment.numel() for segment in segments), dtype=dtype)
+    parts = sent.split([segment.numel() for segment in segments])
+    for part, segment in zip(parts, segments, strict=True):
+        # Multiplied in the gradients' dtype, then rounded: in float16 a sum may overflow and the mean not.
+        torch.mul(segment, 1 / bucket.world_size, out=part)
+    yield AllReduce(sent)
+    for part, segment in zip(parts, segments, strict=True):
+        segment.copy_(part)
+    return Outcome(bucket.buffer)
 
 
 @preset

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from thinwire.codecs.codec import numbers_of
 from thinwire.codecs.rounding import add_scaled
 from thinwire.engine.ops import Collective, Collectives
 from thinwire.engine.pack import unpack
@@ -40,6 +41,8 @@ class Bucket:
         track_error: Whether the outcome must have an `error`.
         exact: Names of parameters whose mean must not be compressed. It is empty unless the program
             has the trait `carries_exact`. Their error is 0.
+        left_out: Names of parameters that are averaged elsewhere. It is empty unless the program has the
+            trait `leaves_out`. Their numbers in the buffer must stay as they are.
         residuals: Residuals to add to the gradients. It is None unless the program has the trait
             `folds_residuals`. Then the outcome needs no `error`.
         exact_dtype: Dtype in which numbers that must be exact are sent: the gradients' own, where the buffer
@@ -65,6 +68,21 @@ class Bucket:
     residuals: "Residuals | None" = None
     exact_dtype: torch.dtype | None = None
     whole_shapes: tuple[torch.Size, ...] | None = None
+    left_out: frozenset[str] = frozenset()
+
+    def segments(self) -> list[torch.Tensor]:
+        """Return the numbers of all parameters but those that are left out, as few flat views as possible."""
+        if not self.left_out:
+            return [numbers_of(self.buffer)]
+        found: list[torch.Tensor] = []
+        start = stop = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if name in self.left_out and start < stop:
+                found.append(numbers_of(self.buffer[start:stop]))
+            stop += shape.numel()
+            if name in self.left_out:
+                start = stop
+        return [*found, numbers_of(self.buffer[start:stop])] if start < stop else found
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return the gradients by parameter name.
@@ -128,8 +146,8 @@ class Program(ReprAsWritten, ABC):
     program that runs others has the traits that all of these have, unless it declares its own.
 
     A subclass of a program that defines methods inherits no promises (`stateless`, `ignores_order`,
-    `carries_exact`, `folds_residuals`, `feeds_back`, `exact_alone`, `takes_sparse`), because a method may
-    break them. It declares those that it keeps.
+    `carries_exact`, `leaves_out`, `folds_residuals`, `feeds_back`, `exact_alone`, `takes_sparse`), because a
+    method may break them. It declares those that it keeps.
 
     Example::
 
@@ -197,6 +215,14 @@ class Program(ReprAsWritten, ABC):
     def carries_exact(self) -> bool:
         """True if it averages the parameters in `bucket.exact` exactly, in the same collectives."""
         return self._all("carries_exact")
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if it averages in place, and leaves the parameters in `bucket.left_out` as they are.
+
+        It is not forwarded, because a program around it may change the whole bucket.
+        """
+        return False
 
     @property
     def folds_residuals(self) -> bool:
@@ -297,6 +323,7 @@ _BROKEN: Mapping[str, object] = {
     "stateless": False,
     "ignores_order": False,
     "carries_exact": False,
+    "leaves_out": False,
     "folds_residuals": False,
     "exact_alone": False,
     "takes_sparse": False,

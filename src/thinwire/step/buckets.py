@@ -40,6 +40,15 @@ class BucketPart(NamedTuple):
     """The names whose mean must be exact, although the program compresses the others."""
     deferred: bool = False
     """Whether the part waits for the parts of all other buckets of the step."""
+    left_out: frozenset[str] = frozenset()
+    """The names among others that wait for the end of the step, so that the others are consecutive."""
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The names whose means this part computes."""
+        return (
+            tuple(name for name in self.names if name not in self.left_out) if self.left_out else self.names
+        )
 
     def sliced(self, nbytes: Mapping[str, int]) -> "list[BucketPart]":
         """Divide the part, between parameters, into slices of about the size that its program prefers.
@@ -59,7 +68,12 @@ class BucketPart(NamedTuple):
             members.setdefault(start * count // total, []).append(name)
             start += nbytes[name]
         return [
-            self._replace(names=tuple(own), exact=self.exact.intersection(own)) for own in members.values()
+            self._replace(
+                names=tuple(own),
+                exact=self.exact.intersection(own),
+                left_out=self.left_out.intersection(own),
+            )
+            for own in members.values()
         ]
 
 
@@ -91,16 +105,32 @@ def parts_of(names: tuple[str, ...], nbytes: Mapping[str, int], programs: Progra
     if carrier is None:
         # A collective of its own for each bucket's biases would cost a round trip each.
         deferred = frozenset(name for name in exact if nbytes[name] <= _SMALL)
-        return [
-            BucketPart(program, kept, deferred=waiting)
-            for program, own in chosen
-            for waiting in (False, True)
-            if (kept := tuple(name for name in own if (name in deferred) is waiting))
-        ]
+        parts = []
+        for program, own in chosen:
+            if kept := tuple(name for name in own if name not in deferred):
+                parts.append(_spanning(program, kept, names, deferred))
+            if waiting := tuple(name for name in own if name in deferred):
+                parts.append(BucketPart(program, waiting, deferred=True))
+        return parts
     members = {id(program): frozenset(own) for program, own in lossy}
     taken = members.get(id(carrier), frozenset()) | exact
     whole = BucketPart(carrier, tuple(name for name in names if name in taken), exact)
     return [whole, *(BucketPart(program, own) for program, own in lossy if program is not carrier)]
+
+
+def _spanning(
+    program: Program, kept: tuple[str, ...], names: tuple[str, ...], deferred: frozenset[str]
+) -> BucketPart:
+    """Return the part of `kept`, with the deferred names between them if the program can leave these out.
+
+    The part is then consecutive in the bucket, whose memory it uses. Otherwise the gradients would be copied
+    to another buffer, and their means back.
+    """
+    span = names[names.index(kept[0]) : names.index(kept[-1]) + 1]
+    between = frozenset(span) - frozenset(kept)
+    if program.leaves_out and between and between <= deferred:
+        return BucketPart(program, span, left_out=between)
+    return BucketPart(program, kept)
 
 
 class BucketLayout:
@@ -267,6 +297,7 @@ class Buckets:
     def scatter_back(self, piece: Piece, future: "torch.futures.Future[Any]") -> None:
         """Write a piece's means to the model's buckets when `future` completes."""
         bucket, pending = piece.bucket, self._pending
+        own_names = tuple(name for name in bucket.names if name not in bucket.left_out)
 
         def deliver(done: "torch.futures.Future[Any]") -> None:
             means: Sequence[torch.Tensor | None]
@@ -275,19 +306,19 @@ class Buckets:
                 if not piece.in_place:
                     means = unpack(mean, bucket.shapes)
                 else:
-                    means = [None] * len(bucket.names)
+                    means = [None] * len(own_names)
                     if mean.data_ptr() != bucket.buffer.data_ptr():
                         bucket.buffer.copy_(mean)
             except Exception as error:
                 # An exception refers to its frames, and through them to the model: keep neither.
                 error.__context__ = error.__cause__ = None
-                for name in bucket.names:
+                for name in own_names:
                     pending[name].fail(error.with_traceback(None))
                 return
-            for name, own in zip(bucket.names, means, strict=True):
+            for name, own in zip(own_names, means, strict=True):
                 pending[name].deliver(name, own)
 
-        for name in bucket.names:
+        for name in own_names:
             pending[name].expect(future)
         future.add_done_callback(deliver)
 
@@ -321,10 +352,13 @@ class Buckets:
             name in views and views[name].is_contiguous() for name in part.names
         )
         if shared is not None and in_order:
-            return Piece(part.program, replace(shared, exact=part.exact) if part.exact else shared, True)
-        copied = [self._pending[name].views[name] for name in part.names]
+            if part.exact or part.left_out:
+                shared = replace(shared, exact=part.exact, left_out=part.left_out)
+            return Piece(part.program, shared, True)
+        names = part.averaged
+        copied = [self._pending[name].views[name] for name in names]
         shapes = tuple(view.shape for view in copied)
-        own = replace(bucket, buffer=pack(copied), names=part.names, shapes=shapes, exact=part.exact)
+        own = replace(bucket, buffer=pack(copied), names=names, shapes=shapes, exact=part.exact)
         return Piece(part.program, own, False)
 
 
