@@ -26,6 +26,7 @@ collect_ignore = [path for path, name in _NEEDS.items() if name in _MISSING]
 
 _KERNELS = ["src/thinwire/kernels/triton/kinds.py", "src/thinwire/kernels/triton/twoshot.py"]
 _KERNELS += ["tests/kernels/triton/bits.py", "tests/kernels/triton/compiled.py"]
+_KERNELS += ["tests/shadow/triton_kernels.py"]
 if importlib.util.find_spec("triton") is None:
     collect_ignore += _KERNELS
 

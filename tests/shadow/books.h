@@ -254,6 +254,13 @@ class Books {
     if (found != live_.end()) found->second.recorded.insert(stream);
   }
 
+  // The address and size of all memory that is in use.
+  std::vector<std::pair<uintptr_t, size_t>> live() const {
+    std::vector<std::pair<uintptr_t, size_t>> found;
+    for (auto& [memory, block] : live_) found.emplace_back((uintptr_t)memory, block.size);
+    return found;
+  }
+
   size_t bytes() const { return bytes_; }
   size_t peak() const { return peak_; }
   void reset_peak() { peak_ = bytes_; }

@@ -509,6 +509,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("races", [] { Locked held(books().lock); return books().races; });
   m.def("counts", [] { Locked held(books().lock); return books().counts; });
   m.def("operations", [] { Locked held(books().lock); return books().operations; });
+  m.def("live", [] { Locked held(books().lock); return books().live(); });
+  m.def("use", [](uintptr_t begin, uintptr_t end, bool writes, const std::string& what) {
+    Locked held(books().lock);
+    books().use((char*)begin, (char*)end, writes, what, current_stream());
+  });
   m.def("bytes", [] { Locked held(books().lock); return books().bytes(); });
   m.def("start_trace", [](double launch, double kernel, double memory, double flops, double link) {
     Locked held(books().lock);

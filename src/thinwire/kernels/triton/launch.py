@@ -30,6 +30,9 @@ from thinwire.kernels.blocks import KINDS
 NUMBERS = 1024
 """Numbers of a program. With four warps a thread holds eight of them, so that a stack of ten sums fits."""
 
+DEVICES = ("cuda", "xpu")
+"""The devices that Triton compiles for. torch calls ROCm's "cuda" too."""
+
 MOST_RANKS = 512
 _WIDEST = 4096
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -37,7 +40,7 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def available(device: torch.device) -> bool:
     """Return whether kernels are launched on this device: it is a GPU, and `status` is in use."""
-    return device.type in ("cuda", "xpu") and status().in_use
+    return device.type in DEVICES and status().in_use
 
 
 def status() -> library.Status:
