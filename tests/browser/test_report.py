@@ -91,6 +91,7 @@ def test_lines_and_bars_have_the_measured_values(browser: Browser, page_path: Pa
         "waiting for the network",
         "floor",
         "link floor",
+        "core floor",
     ]
     page.close()
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from thinwire.tools.bench.advice import advise
-from thinwire.tools.bench.results import Cell, Track
+from thinwire.tools.bench.results import REAL_LINK, Cell, Track
 from thinwire.tools.bench.summary import elapsed, loss_at, rows, steps_to
 
 STEPS = 12
@@ -52,6 +52,19 @@ def test_a_synchronous_step_sends_nothing_before_its_first_gradient() -> None:
     assert half.floor == pytest.approx(FIRST_GRADIENT + 8 * 5e6 / 80e6 + OPTIMIZER)
     assert plain.floor == pytest.approx(FIRST_GRADIENT + 8 * 10.1e6 / 80e6 + OPTIMIZER)
     assert half.over_floor == pytest.approx(0.7 / (FIRST_GRADIENT + 0.5 + OPTIMIZER))
+
+
+def test_ranks_that_share_cores_have_a_floor_of_their_processor_time() -> None:
+    busy = dataclasses.replace(HALF, cpu_seconds=[0.69] * STEPS)
+    shared = dataclasses.replace(cell(PLAIN, busy), cores=2)
+    assert rows(shared)[1].cpu == pytest.approx(0.69)
+    assert rows(shared)[1].core_floor == pytest.approx(0.69)
+    assert rows(shared)[1].over_core_floor == pytest.approx(0.7 / 0.69)
+    # With more cores, or for little work, the link is the floor.
+    for spare in (dataclasses.replace(shared, cores=8), dataclasses.replace(shared, rate=8_000_000)):
+        assert rows(spare)[1].core_floor == rows(spare)[1].floor
+    assert rows(shared)[0].core_floor is None, "a file of before has no processor time"
+    assert rows(dataclasses.replace(shared, link=REAL_LINK))[1].core_floor is None
 
 
 def test_the_floor_is_computing_where_the_link_is_fast_or_unlimited() -> None:

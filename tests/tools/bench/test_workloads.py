@@ -1,5 +1,6 @@
 """The user's model is tried once before anything is built for it."""
 
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from tests.models import LossOfMLP, SyncCenter, batch
 from thinwire import OptionError
-from thinwire.tools.bench.workloads import check_workload
+from thinwire.tools.bench.workloads import check_workload, find_workload
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
@@ -110,3 +111,23 @@ def test_a_file_is_not_a_module(name: str, message: str) -> None:
 def test_a_model_that_trains_passes_even_if_it_communicates(name: str) -> None:
     check_workload(f"tests.tools.bench.test_workloads:{name}")
     assert not torch.distributed.is_initialized()
+
+
+def test_the_sleeper_has_the_gradients_of_the_small_gpt_and_leaves_the_processor_free() -> None:
+    workload, gpt = find_workload("sleep-1m"), find_workload("gpt-1m").model()
+    model = workload.model()
+    shapes = sorted(parameter.shape for parameter in model.parameters())
+    assert shapes == sorted(parameter.shape for parameter in gpt.parameters())
+    optimizer = workload.optimizer(model.parameters())
+    losses = []
+    for step in range(4):
+        began, used = time.perf_counter(), time.process_time()
+        loss = model(workload.batch(0, step))
+        loss.backward()
+        assert time.perf_counter() - began >= 0.07, "forward and backward take their time"
+        slept = time.perf_counter() - began - (time.process_time() - used)
+        assert slept > 0.035, "a sleeping processor is free"
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(parameter.grad is not None for parameter in model.parameters())

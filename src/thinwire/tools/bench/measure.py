@@ -204,10 +204,11 @@ def _timed_step(entry: Entry, workload: Workload, step: int) -> None:
         entry.first_gradient.ready = None
     # Ranks start together, so that a step does not include waiting for a slower evaluation of another rank.
     dist.barrier()
-    before, started = device_bytes(), time.perf_counter()
+    before, used, started = device_bytes(), time.process_time(), time.perf_counter()
     backward_ended = train_step(entry, workload, step)
     synchronize()
     ended = time.perf_counter()
+    entry.track.cpu_seconds.append(time.process_time() - used)
     dist.barrier()
     after = device_bytes()
     entry.track.step_seconds.append(ended - started)
@@ -240,7 +241,15 @@ def _join(own: Track) -> Track:
     """Join the tracks of all ranks. Step times are those of the slowest rank, other values are means."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    for name in ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds"):
+    means = (
+        "cpu_seconds",
+        "device_bytes",
+        "meter_bytes",
+        "encode_seconds",
+        "wire_seconds",
+        "exposed_seconds",
+    )
+    for name in means:
         by_step = zip(*(getattr(track, name) for track in gathered), strict=False)  # a rank may lack them
         setattr(own, name, [mean(values) for values in by_step])
     for name in ("step_seconds", "first_gradient_seconds", "optimizer_seconds"):

@@ -12,10 +12,9 @@ from thinwire.tools.bench.advice import summarize
 from thinwire.tools.bench.grid import Apart, Grid, machine
 from thinwire.tools.bench.load import LoadMeter
 from thinwire.tools.bench.measure import OnRound
-from thinwire.tools.bench.results import Cell, Results, Track
+from thinwire.tools.bench.results import REAL_LINK, Cell, Results, Track
 from thinwire.tools.bench.worker import served_store, work
 
-LINK = "this network"
 _FIRST_SEED = 1000
 """The process groups of seeds have numbers above this, those of peak memory have numbers below."""
 
@@ -76,7 +75,7 @@ def run_here(grid: Grid, path: Path, command: str, *, fresh: bool, on_round: OnR
     Apart(reported["memory"], losses).add_to(tracks)
     rate = reported["rate"]
     network = os.environ.get("THINWIRE_LAB") or f"{hosts} ranks at {show_rate(rate)} (measured)"
-    cell = Cell(grid.workload, hosts, LINK, network, rate, reported["parameters"], tracks)
+    cell = Cell(grid.workload, hosts, REAL_LINK, network, rate, reported["parameters"], tracks)
     cell.cores, cell.other_cores = load.cores, load.others
     results = Results(command, {"workload": grid.workload, "steps": grid.steps}, machine(), [cell])
     results.save(path, summarize(results))

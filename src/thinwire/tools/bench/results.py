@@ -16,6 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from thinwire.errors import StateError
 
 FORMAT = 1
+REAL_LINK = "this network"
+"""The link of a cell that was measured under torchrun, on a real network."""
 _LARGEST, _SHORTEST, _MOST_HOSTS, _MOST_SHOWN = 1e40, 1e-9, 1 << 16, 80
 """Limits of a file's numbers, so that no figure overflows, and of a value's length in errors."""
 _POINTS = list[tuple[int, float | None]]
@@ -43,6 +45,7 @@ class Track:
         rival: The name of torch's counterpart, or None.
         unavailable: Why it could not run. All other values are then empty.
         step_seconds: Time of forward, backward and the optimizer's step.
+        cpu_seconds: Processor time of a rank in that time, of all its threads.
         device_bytes: Bytes sent, as counted by the network device. Empty if the device is not known.
         meter_bytes: Bytes sent, as counted by thinwire. Empty for other contestants.
         encode_seconds: Time spent in the program. Empty if not known.
@@ -65,6 +68,7 @@ class Track:
     rival: str | None = None
     unavailable: str | None = None
     step_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     device_bytes: list[float] = field(default_factory=list)
     meter_bytes: list[float] = field(default_factory=list)
     encode_seconds: list[float] = field(default_factory=list)

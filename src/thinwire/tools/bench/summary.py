@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.tools.bench.results import Cell, Track
+from thinwire.tools.bench.results import REAL_LINK, Cell, Track
 
 WARM_UP = 3
 CLOSE_ENOUGH = 0.005
@@ -13,7 +13,14 @@ CLOSE_ENOUGH = 0.005
 BASELINE = "BF16"
 """The second baseline after plain DDP."""
 _PARTS = 4
-_BY_STEP = ("device_bytes", "meter_bytes", "encode_seconds", "wire_seconds", "exposed_seconds")
+_BY_STEP = (
+    "cpu_seconds",
+    "device_bytes",
+    "meter_bytes",
+    "encode_seconds",
+    "wire_seconds",
+    "exposed_seconds",
+)
 
 Quartiles = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
@@ -61,12 +68,17 @@ class Floors:
             max(compute, first gradient + bytes / bandwidth + optimizer). For averaged models, whose exchanges
             can overlap with whole steps, max(compute, bytes / bandwidth).
         over_floor: Step time over `floor`.
+        core_floor: The larger of `floor` and the time that the machine's cores need for all ranks' processor
+            time. None if that is not known, or ranks do not share a machine.
+        over_core_floor: Step time over `core_floor`. What exceeds 1 is waste, and not a shared core.
     """
 
     compute: float | None = None
     link_floor: float | None = None
     floor: float | None = None
     over_floor: float | None = None
+    core_floor: float | None = None
+    over_core_floor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,7 @@ class Row(Floors, Losses):
         text: The program as the user wrote it.
         unavailable: Why it could not run, or None.
         step: Step time.
+        cpu: Processor time of a rank in a step.
         speed_up: Plain DDP's step time over its own, as quartiles of the rounds' ratios.
         bf16_speed_up: The median of the same ratio against `BF16()`. None if that did not run.
         torch_speed_up: The median of the same ratio against torch's counterpart. None if there is none.
@@ -101,6 +114,7 @@ class Row(Floors, Losses):
     text: str = ""
     unavailable: str | None = None
     step: Quartiles | None = None
+    cpu: float | None = None
     speed_up: Quartiles | None = None
     bf16_speed_up: float | None = None
     torch_speed_up: float | None = None
@@ -123,6 +137,7 @@ class _Limits:
     compute: float
     first_gradient: float | None
     optimizer: float | None
+    ranks_per_core: float | None
 
     @classmethod
     def of(cls, cell: Cell, alone: Track) -> "_Limits":
@@ -130,7 +145,9 @@ class _Limits:
         first, optimizer = (
             _typical(alone, name, rounds) for name in ("first_gradient_seconds", "optimizer_seconds")
         )
-        return cls(cell.rate, compute, first, optimizer)
+        # Hosts of the lab share this machine. Those of a real network have their own.
+        shared = cell.cores if cell.link != REAL_LINK else 0
+        return cls(cell.rate, compute, first, optimizer, cell.hosts / shared if shared else None)
 
     def floors(self, track: Track, sent: float | None) -> tuple[float | None, float]:
         """Return `link_floor` and `floor` of a contestant that sends some bytes in a step."""
@@ -140,6 +157,12 @@ class _Limits:
         if track.averages_models or self.first_gradient is None or self.optimizer is None:
             return link, max(self.compute, link)
         return link, max(self.compute, self.first_gradient + link + self.optimizer)
+
+    def core_floor(self, floor: float, cpu: float | None) -> float | None:
+        """Return `core_floor` of a contestant with this floor and processor time."""
+        if self.ranks_per_core is None or cpu is None:
+            return None
+        return max(floor, cpu * self.ranks_per_core)
 
 
 def rows(cell: Cell) -> list[Row]:
@@ -162,6 +185,7 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
     step = _quartiles(_blocks(track.step_seconds[:rounds], track.cycle))
     typical = {name: _typical(track, name, rounds) for name in _BY_STEP}
     link, floor = limits.floors(track, typical["meter_bytes"] or typical["device_bytes"])
+    core_floor = limits.core_floor(floor, typical["cpu_seconds"])
     beyond, exposed = max(0.0, step[1] - limits.compute), typical["exposed_seconds"]
     waiting = beyond if exposed is None else min(beyond, exposed)
     others = {other.name: other for other in cell.tracks if not other.unavailable}
@@ -171,6 +195,7 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
         track.kind,
         track.text,
         step=step,
+        cpu=typical["cpu_seconds"],
         speed_up=_quartiles(_ratios(plain, track)),
         bf16_speed_up=_speed_up(others.get(BASELINE), track),
         torch_speed_up=_speed_up(others.get(track.rival or ""), track),
@@ -179,6 +204,8 @@ def _row(track: Track, cell: Cell, plain: Track, limits: _Limits, deadline: floa
         link_floor=link,
         floor=floor,
         over_floor=step[1] / floor,
+        core_floor=core_floor,
+        over_core_floor=None if core_floor is None else step[1] / core_floor,
         device_bytes=typical["device_bytes"],
         meter_bytes=typical["meter_bytes"],
         encode=typical["encode_seconds"],

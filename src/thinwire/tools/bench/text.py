@@ -8,7 +8,7 @@ from thinwire.tools.bench.summary import Row
 from thinwire.tools.bench.torch_baselines import ONE_BUCKET_MB
 
 SPEED = ("step", "speed-up", "vs BF16", "vs torch")
-FLOOR = ("buckets", "link floor", "floor", "vs floor")
+FLOOR = ("buckets", "link floor", "floor", "vs floor", "CPU", "core floor", "vs core floor")
 LOSS = ("loss", "vs DDP", "loss at time", "to DDP's loss")
 COST = ("meter", "device", "encode", "wire", "exposed", "memory")
 
@@ -23,7 +23,9 @@ LEGEND = (
     " against plain DDP, median of the rounds' ratios (quartiles). vs BF16, vs torch: the same against BF16()"
     " and against torch's counterpart. buckets: size of DDP's buckets. link floor: bytes /"
     " bandwidth. floor: max(compute, time of the first gradient + bytes / bandwidth + optimizer); of averaged"
-    " models max(compute, bytes / bandwidth). vs floor: step over floor. loss: held-out loss after equal"
+    " models max(compute, bytes / bandwidth). vs floor: step over floor. CPU: processor time of a rank in a"
+    " step. core floor: the larger of floor and CPU x ranks / cores, where ranks share this machine's cores."
+    " vs core floor: step over core floor. loss: held-out loss after equal"
     " steps (± over seeds), of averaged models that of the average; vs DDP: against plain DDP's. loss at"
     " time: held-out loss when the fastest contestant has finished these steps. to DDP's loss: own time until"
     " within 0.5 % of plain DDP's final loss, the median over seeds, with overtime. meter, device: bytes per"
@@ -74,7 +76,8 @@ def speed_of(row: Row) -> list[str]:
 def floor_of(row: Row) -> list[str]:
     """Return the figures named by FLOOR as text."""
     floors = [_milliseconds(row.link_floor), _milliseconds(row.floor)]
-    return [_buckets(row.bucket_mb), *floors, _times(row.over_floor)]
+    cores = [_milliseconds(row.cpu), _milliseconds(row.core_floor), _times(row.over_core_floor)]
+    return [_buckets(row.bucket_mb), *floors, _times(row.over_floor), *cores]
 
 
 def loss_of(row: Row) -> list[str]:

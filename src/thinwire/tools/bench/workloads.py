@@ -1,10 +1,14 @@
-"""The workloads of a benchmark: a small GPT on Python's own source text, a conv net, or the user's model."""
+"""The workloads of a benchmark: a small GPT on Python's own source text, a conv net, or the user's model.
+
+`sleep-1m` has the gradients of the small GPT without its computing, for what a machine with spare cores sees.
+"""
 
 import importlib
 import os
 import signal
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -119,6 +123,56 @@ class ConvNet(nn.Module):
         return functional.cross_entropy(self.head(self.stages(images).mean((2, 3))), classes)
 
 
+class _Pause(torch.autograd.Function):
+    """Sleeps in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Return the number unchanged."""
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sleep, then return the gradient unchanged."""
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """The parameters of a GPT, whose gradients take their time but no processor.
+
+    So cores are free, as on a machine with more cores than ranks, or where a GPU computes. Backward computes
+    the gradient of a least-squares loss for each parameter, and sleeps before those of the next layer.
+
+    Args:
+        forward_seconds: The time of forward.
+        backward_seconds: The time of backward.
+    """
+
+    def __init__(self, forward_seconds: float = 0.025, backward_seconds: float = 0.045) -> None:
+        super().__init__()
+        gpt = GPT(128, 6)
+        self.stages = nn.ModuleList([gpt.token, gpt.place, *gpt.blocks, gpt.norm, gpt.head])
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        """Return the mean squared distance of all parameters from a number."""
+        time.sleep(self.forward_seconds)
+        total = target.new_zeros((), requires_grad=True)
+        for stage in self.stages:
+            seconds = self.backward_seconds / len(self.stages)
+            total = _Pause.apply(total, seconds)  # type: ignore[no-untyped-call]
+            for parameter in stage.parameters():
+                total = total + (parameter - target).square().mean()
+        return total
+
+
+def _targets(rank: int, step: int) -> torch.Tensor:
+    """Return the number that the parameters of `Sleeper` shall have, with noise of this rank and step."""
+    return 0.5 + 0.1 * torch.randn((), generator=_seeded(rank, step))
+
+
 def _seeded(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * step + rank)
 
@@ -149,6 +203,7 @@ def _images(noise_seed: int, rank: int, step: int) -> tuple[torch.Tensor, torch.
 WORKLOADS = {
     "gpt-1m": Workload(partial(GPT, 128, 6), partial(_windows, 0, 0.95), partial(_windows, 0.95, 1)),
     "gpt-6m": Workload(GPT, partial(_windows, 0, 0.95), partial(_windows, 0.95, 1)),
+    "sleep-1m": Workload(Sleeper, _targets),
     "conv": Workload(ConvNet, partial(_images, 0), partial(_images, 1_000_000)),
 }
 

@@ -11,8 +11,8 @@ from thinwire.tools.bench.advice import advise, summarize
 from thinwire.tools.bench.grid import LOOPBACK, THREADS, Grid, run_grid
 from thinwire.tools.bench.load import Load
 from thinwire.tools.bench.parsing import PROGRAMS, split_programs
-from thinwire.tools.bench.real import LINK, run_here, under_torchrun
-from thinwire.tools.bench.results import Results
+from thinwire.tools.bench.real import run_here, under_torchrun
+from thinwire.tools.bench.results import REAL_LINK, Results
 from thinwire.tools.bench.summary import rows
 from thinwire.tools.bench.text import LEGEND
 from thinwire.tools.bench.workloads import WORKLOADS
@@ -113,7 +113,7 @@ def bench(
     if under_torchrun():
         with progress(steps) as tracker:
             results = run_here(
-                grid, path, _command(), fresh=fresh, on_round=lambda kind, done: tracker(LINK, done)
+                grid, path, _command(), fresh=fresh, on_round=lambda kind, done: tracker(REAL_LINK, done)
             )
         if results is None:
             return

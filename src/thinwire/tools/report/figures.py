@@ -96,6 +96,7 @@ def step_breakdown(cell: Cell) -> Figure:
     data += [
         _marks("floor", names, [row.floor for row in shown], "#000000"),
         _marks("link floor", names, [row.link_floor for row in shown], "#56b4e9"),
+        _marks("core floor", names, [row.core_floor for row in shown], "#cc79a7"),
     ]
     layout = {"barmode": "stack", "xaxis": {"title": {"text": "ms per step"}}, "yaxis": {"automargin": True}}
     return {"data": data, "layout": layout}
