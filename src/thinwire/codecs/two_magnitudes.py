@@ -52,6 +52,11 @@ class TwoMagnitudes(BlockCodec):
         """Native code for every block size."""
         return "int2"
 
+    @property
+    def strided(self) -> bool:
+        """All operations are along the last dimension."""
+        return True
+
     def finite(self, parts: Parts) -> torch.Tensor:
         """Return whether all magnitudes are finite."""
         return finite_scales(parts[0])
@@ -70,12 +75,16 @@ class TwoMagnitudes(BlockCodec):
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write plus or minus one of the magnitudes."""
-        self.decode_rows(parts, self.constants(out.device), out)
-
-    @property
-    def strided(self) -> bool:
-        """All operations are along the last dimension."""
-        return True
+        if out.device.type != "cpu":
+            self.decode_rows(parts, self.constants(out.device), out)
+            return
+        low, high = parts[0].view(torch.bfloat16).float().unsqueeze(2).split(1, dim=1)
+        quarters = out.view(out.shape[0], 4, parts[1].shape[1])
+        # The upper bit of each code is moved to where an integer has its sign, and then the lower bit.
+        places = torch.arange(6, -1, -2, dtype=torch.int8, device=out.device).view(4, 1)
+        codes = parts[1].view(torch.int8).unsqueeze(1) << places
+        torch.where(codes < 0, high, low, out=quarters)
+        quarters.copysign_(codes.bitwise_left_shift_(1))
 
     def constants(self, device: torch.device) -> Parts:
         """Return the shifts that move the bits of a byte to its uppermost one, and back."""
@@ -97,13 +106,14 @@ class TwoMagnitudes(BlockCodec):
         torch.sum(bits << constants[1].view(torch.uint8), -2, dtype=torch.uint8, out=parts[1])
         if not decoded:
             return None
-        low, high = sent.float().unsqueeze(-1).split(1, dim=-2)
-        return torch.where(planes[..., 1, :], high, low).copysign_(quarters).flatten(-2)
+        low, high = sent.unsqueeze(-1).split(1, dim=-2)
+        # In bf16 up to here. The signs are float32, and so is the result.
+        return torch.copysign(torch.where(planes[..., 1, :], high, low), quarters).flatten(-2)
 
     def decode_rows(self, parts: Parts, constants: Parts, out: torch.Tensor) -> torch.Tensor:
         """Move each bit to where an integer has its sign, for the choice of magnitudes and for copysign."""
-        low, high = parts[0].view(torch.bfloat16).float().unsqueeze(-1).split(1, dim=-2)
+        low, high = parts[0].view(torch.bfloat16).unsqueeze(-1).split(1, dim=-2)
         bits = (parts[1].view(torch.int8).unsqueeze(-2) << constants[0]).unflatten(-2, (4, 2))
-        quarters = out.unflatten(-1, (4, -1))
-        torch.where(bits[..., 1, :] < 0, high, low, out=quarters).copysign_(bits[..., 0, :])
+        magnitudes = torch.where(bits[..., 1, :] < 0, high, low)
+        torch.copysign(magnitudes, bits[..., 0, :], out=out.unflatten(-1, (4, -1)))
         return out
