@@ -156,7 +156,7 @@ def test_signs_keep_signs_and_mean_magnitude(x: torch.Tensor) -> None:
     found = back(SignBits(block=8), x)
     for block, got in zip(x[: x.numel() // 8 * 8].split(8), found.split(8), strict=False):
         if block.numel() == 8:
-            expected = torch.where(block >= 0, 1.0, -1.0) * block.double().abs().mean().float()
+            expected = torch.where(block.signbit(), -1.0, 1.0) * block.double().abs().mean().float()
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
 
 

@@ -21,6 +21,7 @@ from thinwire import (
     TwoMagnitudes,
     TwoShot,
 )
+from thinwire.engine.pack import Layout
 from thinwire.programs import twoshot
 from thinwire.programs.coding import coders_of
 from thinwire.programs.division import Division
@@ -93,3 +94,51 @@ def test_both_ways_give_the_same_bits(
         assert kept.keys() == again.keys()
         for name, slots in kept.items():
             assert torch.equal(slots[RESIDUAL], again[name][RESIDUAL])
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.strided], ids=repr)
+@given(seed=st.integers(0, 2**31), exponent=st.integers(-44, 37), zeros=st.booleans())
+def test_rows_have_the_bits_of_blocks(codec: BlockCodec, seed: int, exponent: int, zeros: bool) -> None:
+    x = torch.randn(3, 4, codec.block, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
+    x[1, 2] = 0.0
+    x[:, 1, 3] = -0.0 if zeros else 0.0
+    ragged = [(2, 3, 5)]
+    x[2, 3, 5:] = 0.0
+    wanted = tuple(part.clone() for part in codec.encode_blocks(x.flatten(0, 1)))
+    dtypes = codec.part_dtypes or tuple(part.dtype for part in wanted)
+    wanted = tuple(part.to(dtype) for part, dtype in zip(wanted, dtypes, strict=True))
+    codec.correct_padded(tuple(part[-1] for part in wanted), 5, codec.block)
+    # The parts of a row of bytes follow each other, so those of several rows are not contiguous.
+    layout = Layout(dtypes, tuple(torch.Size((4, *part.shape[1:])) for part in wanted), x.device)
+    parts = layout.read(torch.empty(3, layout.nbytes, dtype=torch.uint8))
+    constants = codec.constants(x.device)
+    before = x.clone()
+    decoded = codec.encode_rows(x, parts, constants, ragged, decoded=True)
+    assert torch.equal(x, before)
+    for part, new in zip(parts, wanted, strict=True):
+        assert torch.equal(part.flatten(0, 1), new)
+    read = torch.empty_like(x.flatten(0, 1))
+    codec.decode_blocks(wanted, read)
+    for found in (decoded, codec.decode_rows(parts, constants, torch.empty_like(x))):
+        assert found is not None
+        assert torch.equal(found.flatten(0, 1).view(torch.int32), read.view(torch.int32))
+    assert codec.encode_rows(x, parts, constants, ragged, decoded=False) is None
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("world", [2, 7])
+def test_uninitialised_padding_is_not_taken_for_an_overflow(codec: BlockCodec, world: int) -> None:
+    program = ErrorFeedback(TwoShot(codec))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twoshot, "bucket_coder_of", as_matrix)
+        torch.use_deterministic_algorithms(True)  # `torch.empty` is filled with NaN
+        try:
+            found, ranks = steps(program, world, set(), torch.float32, track=False)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for outcome in chain(*found):
+        assert outcome.mean.isfinite().all()
+        assert outcome.finite is None or bool(outcome.finite)
+    for memory in ranks.memories:
+        for slots in memory.state_dict().values():
+            assert slots[RESIDUAL].isfinite().all()

@@ -15,7 +15,7 @@ import sys
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,6 +26,9 @@ from thinwire.kernels import blocks as native_blocks
 
 Parts = tuple[torch.Tensor, ...]
 """An encoding: one or more tensors that are sent together."""
+
+Ragged = Sequence[tuple[int, int, int]]
+"""Padded blocks of messages: the message, the block, and the count of numbers that are not padding."""
 
 _AT_ONCE = 1 << 18
 """Numbers processed at a time, so that they and their intermediate results fit in a core's L2 cache."""
@@ -177,12 +180,16 @@ class BlockCodec(Codec):
 
     @property
     def strided(self) -> bool:
-        """Whether `decode_blocks` and `finite` take parts of many messages at once, by default not.
+        """Whether `encode_rows`, `decode_rows` and `finite` take many messages at once, by default not.
 
-        Parts and `out` then have a dimension more before those of the matrix, and parts are not contiguous.
-        It saves their copies on accelerators.
+        Numbers and parts then have a dimension more before those of the matrix, and parts are not contiguous.
+        It saves copies on accelerators.
         """
         return False
+
+    def constants(self, device: torch.device) -> Parts:
+        """Return tensors that `encode_rows` and `decode_rows` need, to make them once for several calls."""
+        return ()
 
     @abstractmethod
     def encode_blocks(self, x: torch.Tensor) -> Parts:
@@ -204,6 +211,43 @@ class BlockCodec(Codec):
             parts: The result of `encode_blocks`, in the dtypes of `part_dtypes`.
             out: A float32 matrix. Overwrite all of it.
         """
+
+    def encode_rows(
+        self, x: torch.Tensor, parts: Parts, constants: Parts, ragged: Ragged, *, decoded: bool
+    ) -> torch.Tensor | None:
+        """Encode the blocks of many messages directly to their parts, for a codec that is `strided`.
+
+        An accelerator launches a kernel for every operation. A subclass saves those that copy parts, and
+        those that decode them again.
+
+        Args:
+            x: Blocks in float32, of shape (messages, blocks, width). Do not change them.
+            parts: Overwritten with the encoding. Parts have shape (messages, blocks, ...).
+            constants: The result of `constants`.
+            ragged: The blocks that are padded with zeros.
+            decoded: Whether to return the decoded numbers.
+
+        Returns:
+            The numbers that `decode_rows` would return for `parts`, in a new tensor, or None.
+        """
+        encoded = self.encode_blocks(x.flatten(0, 1))
+        for place, part in enumerate(parts):
+            part.copy_(encoded[place].view(part.shape))
+        del encoded  # codes can be as large as x
+        for message, block, count in ragged:
+            self.correct_padded(tuple(part[message, block] for part in parts), count, x.shape[-1])
+        return self.decode_rows(parts, constants, torch.empty_like(x)) if decoded else None
+
+    def decode_rows(self, parts: Parts, constants: Parts, out: torch.Tensor) -> torch.Tensor:
+        """Write the numbers of many messages to `out`, and return it, for a codec that is `strided`.
+
+        Args:
+            parts: Encodings, of shape (messages, blocks, ...).
+            constants: The result of `constants`.
+            out: A contiguous float32 tensor of shape (messages, blocks, width). Overwrite all of it.
+        """
+        self.decode_blocks(parts, out)
+        return out
 
     def correct_padded(self, parts: Parts, count: int, width: int) -> None:
         """Correct the encoding of a block that was padded with zeros, in place. By default do nothing.

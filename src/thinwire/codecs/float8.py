@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
+from thinwire.codecs.codec import BlockCodec, Parts, Ragged, scratch_like
 from thinwire.codecs.magnitudes import finite_scales, scale_of
 from thinwire.errors import OptionError
 
@@ -20,7 +20,7 @@ class Float8(BlockCodec):
 
     The error is relative to each number, not to the largest of its block. This is better than int8 where the
     numbers of a block differ by orders of magnitude, and worse where they do not. A block with a non-finite
-    number decodes to NaN. A block whose numbers are all below 1e-33 decodes to zero.
+    number decodes to NaN. Numbers are encoded down to float32's smallest normal number, 1e-38.
 
     Args:
         variant: "e4m3" has 3 bits of mantissa (error up to 1/16 of a number). "e5m2" has 2 (error up to 1/8)
@@ -67,6 +67,15 @@ class Float8(BlockCodec):
         dtype = _FORMATS[self.variant]
         scale, inverse = scale_of(x, torch.finfo(dtype).max)
         return scale, torch.mul(x, inverse, out=scratch_like(x)).to(dtype).view(torch.uint8)
+
+    def encode_rows(
+        self, x: torch.Tensor, parts: Parts, constants: Parts, ragged: Ragged, *, decoded: bool
+    ) -> torch.Tensor | None:
+        """Write scales and codes to rows. One kernel multiplies the numbers and converts them to float8."""
+        dtype = _FORMATS[self.variant]
+        _, inverse = scale_of(x, torch.finfo(dtype).max, out=parts[0])
+        torch.mul(x, inverse, out=parts[1].view(dtype))
+        return self.decode_rows(parts, constants, torch.empty_like(x)) if decoded else None
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale."""

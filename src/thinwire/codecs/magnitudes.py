@@ -9,18 +9,28 @@ from torch.nn import functional
 from thinwire.codecs.rounding import divide
 
 TINY = 1e-33
-"""Rows whose numbers are all smaller than this are treated as zero, because reciprocals would overflow."""
+"""Ranges smaller than this are treated as zero, because reciprocals would overflow."""
+
+SMALLEST = 2.0**-126
+"""The smallest scale: float32's smallest normal number. The reciprocal of zero would be infinite."""
 
 
-def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's scale, its largest magnitude over `levels`, and the reciprocal.
+def scale_of(
+    x: torch.Tensor, levels: float, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's scale, the largest magnitude times 1/levels or SMALLEST, and its reciprocal.
 
-    The reciprocal is 0 where it would not be finite. A row with a non-finite number has a non-finite scale.
+    Args:
+        x: Rows along the last dimension.
+        levels: The code of a row's largest magnitude.
+        out: A tensor to write the scales to, or None for a new one.
+
+    Returns:
+        Scale and reciprocal of each row. Those of a row with a non-finite number are NaN, or infinity and 0.
     """
-    most = largest_magnitude(x)
-    # 1 / infinity is 0. A NaN stays one: it is not below the threshold.
-    inverse = functional.threshold(most, TINY, torch.inf).reciprocal_().mul_(levels)
-    return divide(most, levels), inverse
+    # The factor is 1/levels rounded to float32, on every device: a division by a number is none on GPUs.
+    scale: torch.Tensor = torch.clamp(largest_magnitude(x).mul_(1 / levels), min=SMALLEST, out=out)
+    return scale, scale.reciprocal()
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +84,13 @@ def sums_of(x: torch.Tensor) -> torch.Tensor:
         x[..., : left - half].add_(x[..., half:left])
         left = half
     return x[..., :1]
+
+
+def sums_of_magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """Return `sums_of` the magnitudes, for rows of even length, in one launch less. `x` stays as it is."""
+    # A norm of two numbers is one sum, so its order is fixed.
+    pairs: torch.Tensor = torch.linalg.vector_norm(x.unflatten(-1, (2, -1)), 1, dim=-2)
+    return sums_of(pairs)
 
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +160,7 @@ def two_means(x: torch.Tensor, threshold: float, large: torch.Tensor) -> torch.T
 
     Returns:
         The mean of the small numbers and that of the large ones, as two columns. If a row has only one kind,
-        both means are equal. The means of a row with a non-finite number are NaN.
+        both means are equal. The means of a row with a non-finite number are non-finite.
     """
     rows, width = x.shape
     both = x.new_empty(2, rows, width)
@@ -151,16 +168,20 @@ def two_means(x: torch.Tensor, threshold: float, large: torch.Tensor) -> torch.T
     torch.abs(x, out=both[0])
     torch.mul(x, x, out=both[1])
     total, square = sums_of(_halved(both))
-    limit = divide(square, width) * threshold
-    total = total + total * 0  # NaN where the total is not finite
+    # An infinite or NaN limit has no square above it. Then both means are that of all magnitudes.
+    limit = square * (threshold / width)
     del square  # the last view of the sums' memory, as large as x
     shape = large.shape
     torch.gt(both[1].view(shape), limit.view(rows, *(1 for _ in shape[1:])), out=large)
     count = large.sum([*range(1, large.dim())]).unsqueeze(1)
-    above = sums_of(torch.where(large, both[0].view(shape), 0.0).view(rows, width))
+    # Over the squares, which are not needed any more. A magnitude times 1 or 0 is exact.
+    torch.mul(both[0].view(shape), large, out=both[1].view(shape))
+    above = sums_of(both[1])
     # 0 / 0 is NaN, and fmax and fmin take the other mean for it. Otherwise the large mean is the larger one.
-    high, low = above / count, (total - above) / (width - count)
     means = x.new_empty(rows, 2)
-    torch.fmax(high, low, out=means[:, 1:])
-    torch.fmin(low, means[:, 1:], out=means[:, :1])
+    low, high = means.split(1, dim=1)
+    torch.div(total - above, width - count, out=low)
+    torch.fmax(above / count, low, out=high)
+    if threshold <= 1:  # else the squares of a row cannot all exceed their mean, so some number is small
+        torch.fmin(low, high, out=low)
     return means

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.checks import check_block, check_seed, is_whole
-from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
+from thinwire.codecs.codec import BlockCodec, Parts, Ragged, scratch_like
 from thinwire.codecs.draws import random_floats
 from thinwire.codecs.magnitudes import TINY, finite_scales, scale_of, write_scaled
 from thinwire.codecs.rounding import divide
@@ -20,7 +20,8 @@ class Quantize(BlockCodec):
         affine      x = low + scale * code      scale = (max x - low) / 255  (15)
 
     The error of a number is at most half its block's scale, or a whole scale with stochastic rounding. A
-    block with a non-finite number decodes to NaN. A block whose numbers are all below 1e-33 decodes to zero.
+    block with a non-finite number decodes to NaN. A scale is at least float32's smallest normal number,
+    1e-38.
 
     Args:
         bits: 8, or 4 (two codes per byte).
@@ -94,7 +95,43 @@ class Quantize(BlockCodec):
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Multiply codes by their block's scale, and add the offset if affine."""
-        codes = parts[-1] if self.bits == 8 else _halves(parts[-1])
+        self._write(parts[-1] if self.bits == 8 else _halves(parts[-1]), parts, out)
+
+    def constants(self, device: torch.device) -> Parts:
+        """Return the shifts that move the codes of both halves of a block to the upper bits of a byte."""
+        return (
+            () if self.bits == 8 else (torch.arange(4, -1, -4, dtype=torch.int8, device=device).view(2, 1),)
+        )
+
+    def encode_rows(
+        self, x: torch.Tensor, parts: Parts, constants: Parts, ragged: Ragged, *, decoded: bool
+    ) -> torch.Tensor | None:
+        """Write scales and codes to rows, and multiply the codes before they are packed."""
+        if self.affine or self.stochastic:
+            return super().encode_rows(x, parts, constants, ragged, decoded=decoded)
+        scale, inverse = scale_of(x, 2 ** (self.bits - 1) - 1, out=parts[0])
+        numbers = torch.mul(x, inverse).round_()
+        codes = parts[1]
+        if self.bits == 8:
+            codes.copy_(numbers)
+        else:
+            codes = numbers.to(torch.int8)
+            low, high = codes.chunk(2, dim=-1)
+            torch.add(low.bitwise_and(15), high, alpha=16, out=parts[1])  # of integers, which are not rounded
+        # Not the rounded numbers times the scale: they have zeros with a sign, which codes have not.
+        return torch.mul(codes, scale, out=numbers) if decoded else None
+
+    def decode_rows(self, parts: Parts, constants: Parts, out: torch.Tensor) -> torch.Tensor:
+        """Multiply codes by their block's scale, and add the offset if affine."""
+        codes = parts[-1]
+        if self.bits == 4:
+            # To the upper bits and back: the lower bits are gone then, and signed codes keep their sign.
+            (shifts,) = constants
+            codes = (codes.unsqueeze(-2) << shifts.view(codes.dtype)).bitwise_right_shift_(4).flatten(-2)
+        self._write(codes, parts, out)
+        return out
+
+    def _write(self, codes: torch.Tensor, parts: Parts, out: torch.Tensor) -> None:
         write_scaled(codes, parts[0], out)
         if self.affine:
             out.add_(parts[1])

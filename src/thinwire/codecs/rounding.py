@@ -13,17 +13,20 @@ from collections.abc import Iterable
 import torch
 
 
-def divide(x: torch.Tensor, by: float) -> torch.Tensor:
+def divide(x: torch.Tensor, by: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a tensor divided by a number, each quotient rounded once.
 
     Args:
         x: Numbers of at least float32, the precision in which the divisor is exact enough.
         by: The divisor.
+        out: A tensor to write the quotients to, or None for a new one.
 
     >>> divide(torch.tensor([1.0, 5.0]), 127)
     tensor([0.0079, 0.0394])
     """
-    return x * (1 / by) if _exact_inverse(by) else x / x.new_full((), by)
+    if _exact_inverse(by):
+        return torch.mul(x, 1 / by, out=out)
+    return torch.div(x, x.new_full((), by), out=out)
 
 
 def divide_in_place(x: torch.Tensor, by: float) -> torch.Tensor:

@@ -1,21 +1,25 @@
 """A codec to one bit per number, its sign, with a magnitude per block."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
 
 from thinwire.codecs.checks import check_block
-from thinwire.codecs.codec import BlockCodec, Parts, scratch_like
-from thinwire.codecs.magnitudes import finite_scales, sums_of
+from thinwire.codecs.codec import BlockCodec, Parts, Ragged, scratch_like
+from thinwire.codecs.magnitudes import finite_scales, sums_of, sums_of_magnitudes
 from thinwire.codecs.positions import joined
 from thinwire.codecs.rounding import divide
+
+_UPPERMOST = 3 if sys.byteorder == "little" else 0
+"""The byte of a float32 that has its sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignBits(BlockCodec):
     """The signs of numbers, decoded as plus or minus the mean magnitude of their block.
 
-    The sign of zero is plus. Of all possible magnitudes, the mean has the smallest squared error. The codec
+    Zeros have a sign too. Of all possible magnitudes, the mean has the smallest squared error. The codec
     needs error feedback. A block with a non-finite number decodes to non-finite numbers.
 
     Args:
@@ -60,8 +64,26 @@ class SignBits(BlockCodec):
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return magnitudes and packed signs: bit i of the bytes holds the i-th eighth of a block."""
         rows, width = x.shape
-        eighths = (x >= 0).view(torch.uint8).view(rows, 8, width // 8)
+        eighths = torch.signbit(x).view(torch.uint8).view(rows, 8, width // 8)
         return divide(sums_of(torch.abs(x, out=scratch_like(x))), width), joined(eighths, 1, dim=1)
+
+    def constants(self, device: torch.device) -> Parts:
+        """Return the shifts that move the bits of a byte to its uppermost one."""
+        return (torch.arange(7, -1, -1, dtype=torch.int8, device=device).view(8, 1),)
+
+    def encode_rows(
+        self, x: torch.Tensor, parts: Parts, constants: Parts, ragged: Ragged, *, decoded: bool
+    ) -> torch.Tensor | None:
+        """Write magnitudes and signs to rows."""
+        magnitudes, packed = parts
+        width = x.shape[-1]
+        divide(sums_of_magnitudes(x), width, out=magnitudes)
+        for message, block, count in ragged:
+            self.correct_padded((magnitudes[message, block],), count, width)
+        # The uppermost bit of a float32 is its sign. Each moves to its place in a byte, and a sum joins them.
+        signs = x.view(torch.uint8)[..., _UPPERMOST::4].bitwise_and(0x80).unflatten(-1, (8, -1))
+        torch.sum(signs >> constants[0].view(torch.uint8), -2, dtype=torch.uint8, out=packed)
+        return torch.copysign(magnitudes, x) if decoded else None
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write plus or minus the magnitude."""
@@ -70,10 +92,13 @@ class SignBits(BlockCodec):
             # Two thirds of the time of the few kernels below, which convert integers to float32 first.
             for bit, eighth in enumerate(out.chunk(8, dim=-1)):
                 eighth.copy_((packed >> bit).bitwise_and_(1))
-            out.mul_(2).sub_(1).mul_(magnitude)
+            out.mul_(-2).add_(1).mul_(magnitude)
             return
-        eighths = out.view(*out.shape[:-1], 8, packed.shape[-1])
-        # Each bit, inverted, is moved to where an integer has its sign.
-        places = torch.arange(7, -1, -1, dtype=torch.int8, device=out.device).view(8, 1)
-        signs = packed.view(torch.int8).bitwise_not().unsqueeze(-2) << places
-        torch.copysign(magnitude.unsqueeze(-1), signs, out=eighths)
+        self.decode_rows(parts, self.constants(out.device), out)
+
+    def decode_rows(self, parts: Parts, constants: Parts, out: torch.Tensor) -> torch.Tensor:
+        """Move each bit to where an integer has its sign, and copy that to the magnitude."""
+        magnitude, packed = parts
+        signs = packed.view(torch.int8).unsqueeze(-2) << constants[0]
+        torch.copysign(magnitude.unsqueeze(-1), signs, out=out.unflatten(-1, (8, -1)))
+        return out

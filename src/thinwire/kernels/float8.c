@@ -52,7 +52,7 @@ INLINE float from_e5m2(uint8_t code) {
                                       float factor, float *scratch) {                                             \
         (void)n, (void)scratch;                                                                                   \
         float most = float_of(largest_magnitude(x, width));                                                       \
-        float scale = most / LEVELS, inverse = inverse_of(most, LEVELS);                                          \
+        float scale = scale_of(most, LEVELS), inverse = 1.0f / scale;                                             \
         INDEPENDENT                                                                                               \
         for (int64_t i = 0; i < width; i++) codes[i] = name##_of(x[i] * inverse);                                 \
         if (error) {                                                                                              \

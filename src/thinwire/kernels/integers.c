@@ -1,4 +1,4 @@
-/* Symmetric integers of 8 or 4 bits: code = round(x * levels / most), scale = most / levels.
+/* Symmetric integers of 8 or 4 bits: scale = most / levels, code = round(x / scale).
  *
  * Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, as rint does, and leaves the
  * integer in the low bits of the sum. It vectorises on every processor. It rounds -0.3 to +0, as decoding the
@@ -14,7 +14,7 @@ INLINE float give_up(float most, float levels, int64_t width, int64_t bytes, uin
     memset(codes, 0, (size_t)bytes);
     if (error)
         for (int64_t i = 0; i < width; i++) error[i] = float_of(INFINITE) - float_of(INFINITE);
-    return most / levels;
+    return scale_of(most, levels);
 }
 
 INLINE float missed(float x, float rounded, float scale, float factor) {
@@ -28,7 +28,7 @@ CLONES static float encode8(const float *x, int64_t n, int64_t width, uint8_t *c
     int32_t bits = largest_magnitude(x, width);
     float most = float_of(bits);
     if (bits >= INFINITE) return give_up(most, 127.0f, width, width, codes, error);
-    float scale = most / 127.0f, inverse = inverse_of(most, 127.0f);
+    float scale = scale_of(most, 127.0f), inverse = 1.0f / scale;
     if (!error) {
         INDEPENDENT
         for (int64_t i = 0; i < width; i++) codes[i] = (uint8_t)bits_of(x[i] * inverse + ROUNDER);
@@ -69,7 +69,7 @@ CLONES static float encode4(const float *x, int64_t n, int64_t width, uint8_t *c
     int32_t bits = largest_magnitude(x, width);
     float most = float_of(bits);
     if (bits >= INFINITE) return give_up(most, 7.0f, width, half, codes, error);
-    float scale = most / 7.0f, inverse = inverse_of(most, 7.0f);
+    float scale = scale_of(most, 7.0f), inverse = 1.0f / scale;
     if (!error) {
         INDEPENDENT
         for (int64_t i = 0; i < half; i++) {

@@ -13,7 +13,7 @@
 
 /* Raised whenever a function, its arguments or the list of kinds change. `library.py` has the same number and checks
  * it, because an editable install may hold a library that was built from older sources. */
-#define ABI 4
+#define ABI 5
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -85,9 +85,11 @@ INLINE int32_t largest_magnitude(const float *x, int64_t n) {
     return most;
 }
 
-/* The factor that takes the largest magnitude to `levels`. It is reciprocal(most) * levels, with two roundings,
- * because torch computes `levels / most` so. Not far below 1e-33 the product overflows float32 (57344 / 1e-34), so
- * such a block is encoded as zeros, and error feedback keeps its numbers. */
-INLINE float inverse_of(float most, float levels) { return most > 1e-33f ? (1.0f / most) * levels : 0.0f; }
+/* The scale of a block: its largest magnitude times 1/levels, which is rounded first, as in torch. It is at least
+ * the smallest normal number, because the reciprocal of zero is infinite. A NaN is not less than any number. */
+INLINE float scale_of(float most, float levels) {
+    float scale = most * (1.0f / levels);
+    return scale < 0x1p-126f ? 0x1p-126f : scale;
+}
 
 #endif

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "THINWIRE_KERNELS"
-_ABI = 4
+_ABI = 5
 """The number in kernels.h. A library with another number was built from other sources."""
 _REBUILD = "reinstall thinwire where a C compiler is installed (in a checkout: pip install -e .)"
 

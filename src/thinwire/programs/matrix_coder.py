@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.codecs.codec import BlockCodec, Parts
+from thinwire.codecs.codec import BlockCodec, Parts, Ragged
 from thinwire.codecs.rounding import divide_in_place, sum_pairs
-from thinwire.engine.foreach import add_all, copy_all
+from thinwire.engine.foreach import add_all, copy_all, zero_all
 from thinwire.engine.pack import Layout, changed_layout
 from thinwire.programs.block_coder import layout_of_blocks
 from thinwire.programs.bucket_coder import BucketCoder, BucketNumbers, scaled_sum, with_exact
@@ -55,6 +55,13 @@ class Places(NamedTuple):
         mine = (slot for slot in self.slots if first <= slot.place < first + self.length)
         return tuple(slot._replace(place=slot.place - first) for slot in mine)
 
+    def gaps(self, owner: int) -> list[tuple[int, int]]:
+        """Return where an owner's row is padded, as ranges of numbers."""
+        slots = self.of(owner)
+        ends = [0, *(slot.place + slot.stop - slot.start for slot in slots)]
+        starts = [*(slot.place for slot in slots), self.length]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
 
 @lru_cache(maxsize=4096)
 def places_of(shares: tuple[Share, ...], width: int) -> Places:
@@ -91,61 +98,78 @@ class MatrixCoder(BucketCoder):
         self._blocks = self._coded.length // width
         layout = layout_of_blocks(codec, width, (self._coded.length,), self._device)
         self._layout = with_exact(layout, self._exact.length, bucket)
+        self._constants = codec.constants(self._device) if codec.strided and self._coded.slots else ()
 
     def encode(self) -> torch.Tensor:
         """Encode all numbers, those of this rank's own chunk too: one matrix is faster than two."""
-        numbers, slots = self._numbers, self._coded.slots
-        new = torch.zeros if self._coded.padded else torch.empty
-        x = new((self._world * self._blocks, self._width), dtype=numbers.dtype, device=self._device)
+        numbers, slots, errors = self._numbers, self._coded.slots, self._numbers.errors
+        x = torch.empty(self._world, self._blocks, self._width, dtype=numbers.dtype, device=self._device)
         pieces = _pieces(x, slots)
+        # Numbers of a block share a scale. Whole blocks of padding are arbitrary: their owner zeroes them.
+        blocks = x.view(-1, self._width)
+        zero_all([blocks[block, count:] for block, count in self._coded.ragged])
         # x <- value + keep * residual
         copy_all(pieces, [slot.of(numbers.values) for slot in slots])
         if numbers.old is not None:
             add_all(pieces, [slot.of(numbers.old) for slot in slots], numbers.keep)
-        # Its own numbers are needed for the mean. A copy, so that x need not be kept while rows are sent.
-        first = self._rank * self._blocks
-        self._own = x[first : first + self._blocks].clone()
-
         rows = self._empty(self._world)
         *parts, exact = self._layout.read(rows)
-        sent = self._write(self._encoded(x, self._coded.ragged), tuple(parts))
+        ragged = [(*divmod(block, self._blocks), count) for block, count in self._coded.ragged]
+        decoded = self._encoded(x, tuple(parts), ragged, decoded=errors is not None)
         if self._exact.slots:
             if self._exact.padded:
                 exact.zero_()  # padding is averaged and checked too
             values = [slot.of(numbers.values) for slot in self._exact.slots]
             copy_all(_pieces_of_rows(exact, self._exact), values)
         self._own_exact = exact[self._rank]
-        if numbers.errors is not None:
-            # error <- x - decoded. That of this rank's chunk is replaced by its mean's.
-            x.sub_(self._decoded(sent).view(x.shape))
-            copy_all([slot.of(numbers.errors) for slot in slots], pieces)
+        self._own, moved = self._own_numbers(x)
+        if errors is not None:
+            assert decoded is not None, "it was asked for"
+            # error <- x - decoded, of other ranks' chunks. That of this rank's own chunk is its mean's.
+            error = torch.sub(x, decoded, out=decoded if decoded.dtype == x.dtype else None)
+            others = tuple(slot for slot in slots if slot.place // self._coded.length != self._rank)
+            into = [slot.of(errors) for slot in others]
+            copy_all([*into, *(self._own if moved else ())], [*_pieces(error, others), *moved])
         return rows
+
+    def _own_numbers(self, x: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """Return where this rank's own numbers stay until the mean is taken, and what to copy there.
+
+        x itself is not kept, because it would be in memory while rows are sent.
+        """
+        numbers, own = self._numbers, self._coded.of(self._rank)
+        if numbers.old is None:
+            return [slot.of(numbers.values) for slot in own], []
+        if numbers.errors is not None and numbers.values[0].dtype == x.dtype:
+            # The new residuals are free until the error of the mean is known.
+            return [slot.of(numbers.errors) for slot in own], _pieces(x[self._rank], own)
+        return _pieces(x[self._rank].clone(), own), []
 
     def encode_mean(self, received: torch.Tensor) -> torch.Tensor:
         """Decode what all ranks sent as one matrix, average, and encode the mean."""
         rank, world, blocks = self._rank, self._world, self._blocks
         *parts, exact = self._layout.read(received)
-        terms = self._decoded(self._received(parts)).to(self._numbers.dtype).view(world, blocks, self._width)
-        terms[rank].copy_(self._own)
+        own, errors = self._coded.of(rank), self._numbers.errors
+        terms = self._decoded(self._received(parts)).to(self._numbers.dtype)
+        copy_all(_pieces(terms[rank], own), self._own)
         mean = divide_in_place(sum_pairs(terms), world)
-        first = rank * blocks
-        ragged = tuple((row - first, n) for row, n in self._coded.ragged if first <= row < first + blocks)
-        for block, count in ragged:
-            mean[block, count:].zero_()  # the padding of received blocks may not decode to zeros
+        # Received padding is arbitrary, but that of the mean must be finite, as all ranks check its scales.
+        flat = mean.view(-1)
+        zero_all([flat[start:stop] for start, stop in self._coded.gaps(rank)])
 
-        row = self._empty(1)[0]
+        row = self._empty(1)
         *parts, own_exact = self._layout.read(row)
-        sent = self._write(self._encoded(mean, ragged), tuple(parts))
+        first = rank * blocks
+        ragged = [(0, block - first, n) for block, n in self._coded.ragged if first <= block < first + blocks]
+        decoded = self._encoded(mean.unsqueeze(0), tuple(parts), ragged, decoded=errors is not None)
         if self._exact.slots:
-            # An own row may stay behind in an all-to-all.
             exact[rank].copy_(self._own_exact)
-            own_exact.copy_(scaled_sum(exact))
-        errors = self._numbers.errors
+            own_exact[0].copy_(scaled_sum(exact))
         if errors is not None:
-            mean.sub_(self._decoded(sent)).mul_(world)
-            own = self._coded.of(rank)
+            assert decoded is not None, "it was asked for"
+            mean.sub_(decoded[0]).mul_(world)
             copy_all([slot.of(errors) for slot in own], _pieces(mean, own))
-        return row
+        return row[0]
 
     def decode(self, encoded: torch.Tensor) -> Outcome:
         """Decode the means of all chunks as one matrix, and copy them to their parameters."""
@@ -164,42 +188,47 @@ class MatrixCoder(BucketCoder):
         return self._numbers.outcome(flags)
 
     def _decoded(self, parts: Parts) -> torch.Tensor:
-        rows = parts[0].shape[:-1] if self._codec.strided else parts[0].shape[:1]
-        out = torch.empty(*rows, self._width, dtype=torch.float32, device=self._device)
-        self._codec.decode_blocks(parts, out)
+        """Decode what `_received` returned, to blocks of shape (messages, blocks, width)."""
+        shape = (self._world, self._blocks, self._width)
+        out = torch.empty(shape, dtype=torch.float32, device=self._device)
+        if not out.numel():
+            return out
+        if self._codec.strided:
+            return self._codec.decode_rows(parts, self._constants, out)
+        self._codec.decode_blocks(parts, out.flatten(0, 1))
         return out
 
-    def _encoded(self, x: torch.Tensor, ragged: tuple[tuple[int, int], ...]) -> Parts:
-        """Encode a matrix of blocks."""
-        codec, layout = self._codec, self._layout
-        if not len(x):
-            return tuple(
-                x.new_empty(shape, dtype=dtype)
-                for dtype, shape in zip(layout.dtypes[:-1], layout.shapes, strict=False)
-            )
-        parts = codec.encode_blocks(x.to(torch.float32))
-        for row, count in ragged:
-            codec.correct_padded(tuple(part[row] for part in parts), count, self._width)
-        for part, shape in zip(parts, layout.shapes, strict=False):
-            if part.shape[1:] != shape[1:]:
-                raise changed_layout(
-                    Layout(layout.dtypes[:-1], layout.shapes[:-1], x.device), Layout.of(parts)
-                )
-        return parts
-
-    def _write(self, encoded: Parts, parts: Parts) -> Parts:
-        """Write an encoding to the parts of rows, and return what was sent, for `_decoded`."""
-        for part, new in zip(parts, encoded, strict=True):
-            part.copy_(new.view(part.shape))
-        if self._codec.strided:
-            return parts
-        return tuple(new.to(part.dtype) for part, new in zip(parts, encoded, strict=True))
-
     def _received(self, parts: Tensors) -> Parts:
-        """Return the parts of all rows, for `_decoded`: matrices with one block per row, or as they are."""
+        """Return the parts of all rows, for the codec: matrices with one block per row, or as they are."""
         if self._codec.strided:
             return tuple(parts)
         return tuple(part.flatten(0, 1).contiguous() for part in parts)
+
+    def _encoded(
+        self, x: torch.Tensor, parts: Parts, ragged: Ragged, *, decoded: bool
+    ) -> torch.Tensor | None:
+        """Encode blocks of shape (messages, blocks, width) to parts, and return them decoded if asked to."""
+        codec, layout, wide = self._codec, self._layout, x.to(torch.float32)
+        if not x.numel():
+            return torch.empty_like(wide)
+        if codec.strided:
+            return codec.encode_rows(wide, parts, self._constants, ragged, decoded=decoded)
+        encoded = codec.encode_blocks(wide.flatten(0, 1))
+        for message, block, count in ragged:
+            row = message * self._blocks + block
+            codec.correct_padded(tuple(part[row] for part in encoded), count, self._width)
+        for part, new, shape in zip(parts, encoded, layout.shapes, strict=False):
+            if new.shape[1:] != shape[1:]:
+                raise changed_layout(
+                    Layout(layout.dtypes[:-1], layout.shapes[:-1], x.device), Layout.of(encoded)
+                )
+            part.copy_(new.view(part.shape))
+        if not decoded:
+            return None
+        out = torch.empty_like(wide)
+        sent = tuple(new.to(part.dtype) for part, new in zip(parts, encoded, strict=True))
+        codec.decode_blocks(sent, out.flatten(0, 1))
+        return out
 
     def _empty(self, count: int) -> torch.Tensor:
         return torch.empty(count, self._layout.nbytes, dtype=torch.uint8, device=self._device)

@@ -7,6 +7,7 @@ import torch
 
 from thinwire.codecs.codec import BlockCodec, Parts
 from thinwire.codecs.float8 import Float8
+from thinwire.codecs.magnitudes import SMALLEST
 from thinwire.codecs.quantize import Quantize
 from thinwire.codecs.sign import SignBits
 from thinwire.codecs.two_magnitudes import TwoMagnitudes
@@ -180,8 +181,11 @@ class Reference:
         return out
 
     def overflowed(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the blocks whose codes are arbitrary, because their scale is non-finite."""
-        return ~scales.isfinite() & (self.exchange.kind not in ("sign", "int2"))
+        """Return the blocks whose codes are arbitrary, because their scale is non-finite.
+
+        A NaN has no integer, and processors differ in the sign of a NaN that they compute.
+        """
+        return ~scales.isfinite()
 
 
 def tree_sum(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -245,7 +249,8 @@ class Run:
         loose = self.reference.overflowed(expected[0])
         self.tally.add(kernel, expected[0][used], found[0][used], loose[used])
         self.tally.add(kernel, expected[1][used], found[1][used], loose.expand_as(expected[1])[used])
-        assert not self.checked or (found[0][~used] == 0).all(), "the scale of an unused block is not 0"
+        unused = found[0][~used]
+        assert not self.checked or (unused <= SMALLEST).all(), "the scale of an unused block is not of zeros"
         return loose
 
     def compare_errors(

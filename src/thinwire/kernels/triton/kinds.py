@@ -25,7 +25,7 @@ import triton.language as tl
 ROUNDER = tl.constexpr(
     12582912.0
 )  # 1.5 * 2**23: adding it rounds to an integer, ties to even, in the low bits
-TINY = tl.constexpr(1e-33)  # `codecs.magnitudes.TINY`
+SMALLEST = tl.constexpr(2.0**-126)  # `codecs.magnitudes.SMALLEST`
 THRESHOLD = tl.constexpr(1.21)  # of `codecs.two_magnitudes`
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
@@ -93,10 +93,17 @@ def largest_magnitude(x):
 
 
 @triton.jit
-def inverse_of(most, LEVELS: tl.constexpr):
-    """Return (1 / most) * levels in two roundings, or 0 where the product could overflow."""
-    reciprocal = tl.div_rn(tl.full(most.shape, 1.0, tl.float32), most)
-    return tl.where(most > TINY, reciprocal * LEVELS, 0.0)
+def scale_of(most, LEVELS: tl.constexpr):
+    """Return the largest magnitude times 1/levels, at least SMALLEST. A NaN stays one."""
+    SHARE: tl.constexpr = 1.0 / LEVELS
+    scale = most * SHARE
+    return tl.where(scale < SMALLEST, SMALLEST, scale)
+
+
+@triton.jit
+def inverse_of(scale):
+    """Return 1 / scale, rounded to nearest."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
@@ -169,7 +176,7 @@ def decode_blocks(scale, codes, KIND: tl.constexpr, PARTS: tl.constexpr):
     elif KIND == "int4":
         return ((code << 28) >> 28).to(tl.float32) * spread(scale)
     elif KIND == "sign":
-        return tl.where(code == 1, spread(scale), -spread(scale))
+        return float_of(bits_of(spread(scale)) ^ (code << 31))
     elif KIND == "int2":
         halves = bits_of(scale)
         magnitude = tl.where((code & 2) != 0, spread(halves & ~0xFFFF), spread(halves << 16))
@@ -183,10 +190,9 @@ def encode_integers(x, KIND: tl.constexpr, PARTS: tl.constexpr):
     """Encode to int8 or int4. Of a block with a non-finite number, codes are 0 and decoded numbers NaN."""
     LEVELS: tl.constexpr = levels_of(KIND)
     bits = largest_magnitude(x)
-    most = float_of(bits)
-    scale = divided(most, LEVELS)
+    scale = scale_of(float_of(bits), LEVELS)
     usable = bits < INFINITE
-    shifted = x * spread(inverse_of(most, LEVELS)) + ROUNDER
+    shifted = x * spread(inverse_of(scale)) + ROUNDER
     code = tl.where(spread(usable), bits_of(shifted), 0) & ((1 << (8 // PARTS)) - 1)
     decoded = tl.where(spread(usable), (shifted - ROUNDER) * spread(scale), float("nan"))
     return scale, packed(code, PARTS), decoded
@@ -196,9 +202,8 @@ def encode_integers(x, KIND: tl.constexpr, PARTS: tl.constexpr):
 def encode_float8(x, KIND: tl.constexpr):
     """Encode to e4m3 or e5m2."""
     LEVELS: tl.constexpr = levels_of(KIND)
-    most = float_of(largest_magnitude(x))
-    scale = divided(most, LEVELS)
-    code = to_float8(x * spread(inverse_of(most, LEVELS)), KIND)
+    scale = scale_of(float_of(largest_magnitude(x)), LEVELS)
+    code = to_float8(x * spread(inverse_of(scale)), KIND)
     return scale, packed(code, 1), from_float8(code, KIND) * spread(scale)
 
 
@@ -211,9 +216,8 @@ def encode_signs(x, count, WIDTH: tl.constexpr):
     # bits whether it is rounded from float64, as in C, or at once.
     real = tl.where(count > 0, count, WIDTH).to(tl.float32)
     scale = scale * tl.div_rn(tl.full(real.shape, WIDTH, tl.float32), real)
-    positive = x >= 0
-    decoded = tl.where(positive, spread(scale), -spread(scale))
-    return scale, packed(positive.to(tl.int32), 8), decoded
+    code = (bits_of(x) >> 31) & 1
+    return scale, packed(code, 8), float_of(bits_of(spread(scale)) ^ (code << 31))
 
 
 @triton.jit
@@ -222,20 +226,20 @@ def encode_two_magnitudes(x, WIDTH: tl.constexpr):
     flat = tl.reshape(x, (x.shape[0], WIDTH))
     magnitudes = float_of(bits_of(flat) & MAGNITUDE)
     total = sum_of(magnitudes)
-    threshold = divided(sum_of(flat * flat), WIDTH) * THRESHOLD
+    SHARE: tl.constexpr = THRESHOLD / WIDTH
+    threshold = sum_of(flat * flat) * SHARE
     large = flat * flat > threshold[:, None]
     count = tl.sum(large.to(tl.int32), axis=1)
-    above = sum_of(tl.where(large, magnitudes, 0.0))
+    above = sum_of(magnitudes * large.to(tl.float32))
     high = tl.div_rn(above, tl.maximum(count, 1).to(tl.float32))
     low = tl.div_rn(total - above, tl.maximum(WIDTH - count, 1).to(tl.float32))
     # If a block has only one kind, both means are equal.
     small = tl.where(count == WIDTH, high, low)
     big = tl.where(count == 0, low, high)
-    finite = (bits_of(total) & MAGNITUDE) < INFINITE
-    lower = tl.where(finite, bf16_bits(small), NAN >> 16)
-    upper = tl.where(finite, bf16_bits(big), NAN >> 16)
+    # With a non-finite number the threshold is non-finite too, no number is large, and both are non-finite.
+    lower, upper = bf16_bits(small), bf16_bits(big)
     scale = float_of((upper << 16) | lower)
-    code = (x < 0).to(tl.int32) | ((x * x > spread(threshold)).to(tl.int32) << 1)
+    code = ((bits_of(x) >> 31) & 1) | ((x * x > spread(threshold)).to(tl.int32) << 1)
     magnitude = tl.where((code & 2) != 0, spread(upper << 16), spread(lower << 16))
     return scale, packed(code, 4), float_of(magnitude ^ (code << 31))
 
