@@ -11,6 +11,12 @@ from thinwire.codecs.rounding import divide
 TINY = 1e-33
 """Rows whose numbers are all smaller than this are treated as zero, because reciprocals would overflow."""
 
+_UNIT = 2.0**-20
+"""Precision of sums of magnitudes, as a share of the largest. Sums of 32768 squares fit in 64 bits."""
+
+_SMALLEST_UNIT = 1.2e-38
+"""Rows whose unit is not above this are treated as zero. Smaller ones are subnormal."""
+
 
 def scale_of(x: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's scale, its largest magnitude over `levels`, and the reciprocal.
@@ -103,21 +109,47 @@ def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
         lowest. A row with a non-finite number has a non-finite `low`.
     """
     magnitudes, levels = x.abs(), 2 ** (bits - 1) - 1
-    low, high = magnitudes.amin(1, keepdim=True), magnitudes.amax(1, keepdim=True)
+    low, high = magnitudes.aminmax(dim=1, keepdim=True)
     # Zero times a non-finite number is NaN, whichever of the row's numbers it was.
     missing = high * 0
     if bits == 2:
-        means = two_means(x, 1.0, x.new_empty(x.shape, dtype=torch.bool))
+        means = _means_in_units(magnitudes, high)
         low, high = torch.where(low > 0, means[:, :1], 0.0), means[:, 1:]
     ranges = x.new_empty(x.shape[0], 2, dtype=torch.bfloat16)
     low_sent, step_sent = ranges[:, :1].copy_(low + missing), ranges[:, 1:]
     step = step_sent.copy_(divide(high - low_sent, levels)).float()
-    # 1 / infinity is 0.
-    inverse = functional.threshold(step, TINY, torch.inf).reciprocal_()
-    codes = (
-        magnitudes.sub_(low_sent).mul_(inverse).round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
-    )
-    return ranges, torch.add(x < 0, codes, alpha=2)  # of integers, which are not rounded
+    if bits == 2:
+        codes = (magnitudes > step * 0.5 + low_sent).view(torch.uint8)
+    else:
+        # 1 / infinity is 0.
+        inverse = functional.threshold(step, TINY, torch.inf).reciprocal_()
+        level = magnitudes.sub_(low_sent).mul_(inverse).round_().clamp_(0, levels)
+        codes = level.nan_to_num_(0.0).to(torch.uint8)
+    return ranges, torch.add((x < 0).view(torch.uint8), codes, alpha=2)  # of integers, which are not rounded
+
+
+def _means_in_units(magnitudes: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return the means of each row's magnitudes up to their root mean square, and of those above it.
+
+    Magnitudes are counted in units of a millionth of the largest. Sums of integers are exact, so their order
+    does not matter: an accelerator takes one operation for each.
+    """
+    width = magnitudes.shape[1]
+    unit = high * _UNIT
+    inverse = functional.threshold(unit, _SMALLEST_UNIT, torch.inf).reciprocal_()  # 1 / infinity is 0
+    # What a non-finite number becomes depends on the processor. Callers make the ranges of its row NaN.
+    whole = (magnitudes * inverse).to(torch.int64)
+    squares = whole * whole
+    large = squares > squares.sum(1, keepdim=True).floor_divide_(width)
+    # Counts up to 2^24 are exact in float32.
+    count = large.sum(1, keepdim=True, dtype=torch.float32)
+    total, above = whole.sum(1, keepdim=True), (whole * large).sum(1, keepdim=True)
+    # The smallest square does not exceed the mean, so there are always numbers that are not large. If none
+    # is, the first quotient is 0 / 0, and fmax takes the other mean for it.
+    means = magnitudes.new_empty(len(magnitudes), 2)
+    low = torch.div(total - above, width - count, out=means[:, :1])
+    torch.fmax(above / count, low, out=means[:, 1:])
+    return means.mul_(unit)
 
 
 def decode_magnitudes(ranges: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ class Positions:
         return min(range(self.width.bit_length()), key=lambda bits: self.kept * bits + self._unary_bits(bits))
 
     @property
+    def unary_bits(self) -> int:
+        """Bits of the unary vector of the upper parts."""
+        return self._unary_bits(self.lower_bits)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a block's positions."""
         bits = self.lower_bits

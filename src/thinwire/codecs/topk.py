@@ -64,7 +64,7 @@ class LargestEntries(BlockCodec):
     @property
     def wire_bits(self) -> float:
         """Bits of kept values and their positions, spread over the block."""
-        kept, bits = self._kept(self.block), _BITS.get(self.values)
+        kept, bits = self.kept(self.block), _BITS.get(self.values)
         if bits is None:
             values = kept * _DTYPES[self.values].itemsize
         else:
@@ -77,7 +77,7 @@ class LargestEntries(BlockCodec):
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return values and positions, or ranges of magnitudes, positions and codes of values."""
-        kept = self._kept(x.shape[1])
+        kept = self.kept(x.shape[1])
         places = (native.largest if native.supported(x, torch.float32) else largest)(x, kept)
         values, packed = x.gather(1, places), Positions(x.shape[1], kept).pack(places)
         bits = _BITS.get(self.values)
@@ -88,14 +88,15 @@ class LargestEntries(BlockCodec):
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write zeros, and the kept values at their positions."""
-        kept, bits = self._kept(out.shape[1]), _BITS.get(self.values)
+        kept, bits = self.kept(out.shape[1]), _BITS.get(self.values)
         if bits is None:
             values = parts[0].float()
         else:
             values = decode_magnitudes(parts[0], unpack_bits(parts[2], bits, kept))
         out.zero_().scatter_(1, Positions(out.shape[1], kept).unpack(parts[1]), values)
 
-    def _kept(self, width: int) -> int:
+    def kept(self, width: int) -> int:
+        """Return how many numbers of a block of this width are kept."""
         return max(1, round(self.ratio * width))
 
 
