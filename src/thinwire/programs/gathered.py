@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from thinwire.codecs.codec import Codec, numbers_of, require_codec
 from thinwire.codecs.topk import LargestEntries
 from thinwire.engine.ops import AllGather, Collective, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.programs.coding import own_codecs
+from thinwire.programs.entries_coder import EntriesGatherCoder
 from thinwire.programs.gather_coder import GatherCoder, JoinedGatherCoder
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
@@ -93,7 +96,10 @@ class SparseMean(Gathered):
 
 
 def gather_coder_of(codec: Codec, bucket: Bucket) -> GatherCoder:
-    """Return the coder of a bucket: Triton's kernels where they run, and otherwise the codec itself."""
-    if isinstance(codec, LargestEntries) and gathers(codec, bucket):
-        return TritonGatherCoder(codec, bucket)
+    """Return the coder of a bucket. On accelerators it launches few kernels."""
+    if isinstance(codec, LargestEntries) and bucket.buffer.device.type != "cpu":
+        if gathers(codec, bucket):
+            return TritonGatherCoder(codec, bucket)
+        if bucket.buffer.dtype.to_real() == torch.float32:
+            return EntriesGatherCoder(codec, bucket)
     return JoinedGatherCoder(codec, bucket)

@@ -8,7 +8,7 @@
 `launch_topk` describes the arguments. A program holds BLOCKS blocks as a tile [BLOCKS, TILE]. TILE is WIDTH
 rounded up to a power of two. A block's encoding has KEPT entries in the order of their places:
 
-    values      "bf16", "fp32": KEPT numbers. Others: the range of magnitudes, (low, step) in bf16
+    values      "bf16", "fp32": KEPT numbers. Others: the range of magnitudes, two numbers in bf16
     positions   lower parts of LOWER bits each, then the unary vector of the upper parts: UNARY bits
     codes       CODE bits each, sign in the lowest. None for "bf16" and "fp32"
 
@@ -107,36 +107,38 @@ def two_means(magnitudes, kept, high, KEPT: tl.constexpr):
 
 @triton.jit
 def encode_magnitudes(x, kept, KEPT: tl.constexpr, CODE: tl.constexpr):
-    """Return low and step as bits of bf16, and the codes, of `codecs.magnitudes.encode_magnitudes`."""
+    """Return the range as two bf16 of bits, and the codes, of `codecs.magnitudes.encode_magnitudes`."""
     LEVELS: tl.constexpr = (1 << (CODE - 1)) - 1
     bits = bits_of(x) & MAGNITUDE
     magnitudes = float_of(bits)
     most = tl.max(tl.where(kept, bits, 0), axis=1)
     least = tl.min(tl.where(kept, bits, MAGNITUDE), axis=1)
-    low = float_of(least)
-    high = float_of(most)
+    finite = most < INFINITE
     if CODE == 2:
-        small, high = two_means(magnitudes, kept, high, KEPT)
-        low = tl.where(least > 0, small, 0.0)
-    low_bits = tl.where(most < INFINITE, bf16_bits(low), NAN >> 16)
-    low = float_of(low_bits << 16)
-    step_bits = bf16_bits(divided(high - low, LEVELS))
-    step = float_of(step_bits << 16)
-    if CODE == 2:
-        code = (magnitudes > (low + step * 0.5)[:, None]).to(tl.int32)
+        small, large = two_means(magnitudes, kept, float_of(most), KEPT)
+        low_bits = tl.where(finite, tl.where(least > 0, bf16_bits(small), 0), NAN >> 16)
+        other_bits = tl.where(finite, bf16_bits(large), NAN >> 16)
+        middle = (float_of(low_bits << 16) + float_of(other_bits << 16)) * 0.5
+        code = (magnitudes > middle[:, None]).to(tl.int32)
     else:
+        low_bits = tl.where(finite, bf16_bits(float_of(least)), NAN >> 16)
+        low = float_of(low_bits << 16)
+        other_bits = bf16_bits(divided(float_of(most) - low, LEVELS))
+        step = float_of(other_bits << 16)
         inverse = tl.where(step > TINY, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step), 0.0)
         level = (magnitudes - low[:, None]) * inverse[:, None]
         # NaN is not above zero. Numbers that are not kept may be below the range.
         rounded = bits_of(tl.minimum(level, LEVELS) + ROUNDER) & 0xFF
         code = tl.where(level > 0, rounded, 0)
-    return low_bits, step_bits, (code << 1) | (x < 0).to(tl.int32)
+    return low_bits, other_bits, (code << 1) | (x < 0).to(tl.int32)
 
 
 @triton.jit
-def decode_magnitudes(low, step, code):
+def decode_magnitudes(low, other, code, CODE: tl.constexpr):
     """Return the numbers of codes. All have the same shape."""
-    magnitude = (code >> 1).to(tl.float32) * step + low
+    magnitude = tl.where(code > 1, other, low)
+    if CODE > 2:
+        magnitude = (code >> 1).to(tl.float32) * other + low
     return float_of((bits_of(magnitude) & MAGNITUDE) | (code << 31))
 
 
@@ -194,14 +196,14 @@ def encode_entries(
         tl.store(target, numbers.to(tl.uint16), mask=written)
         decoded = float_of(numbers << 16)
     else:
-        low, step, code = encode_magnitudes(x, kept, KEPT, CODE)
+        low, other, code = encode_magnitudes(x, kept, KEPT, CODE)
         target = (row + values_offset).to(tl.pointer_type(tl.uint16)) + index.to(tl.int64) * 2
         tl.store(target, low.to(tl.uint16), mask=exists)
-        tl.store(target + 1, step.to(tl.uint16), mask=exists)
+        tl.store(target + 1, other.to(tl.uint16), mask=exists)
         words = words | (code << PLACE_BITS)
         spread = tl.zeros_like(x)
         decoded = decode_magnitudes(
-            float_of(low << 16)[:, None] + spread, float_of(step << 16)[:, None] + spread, code
+            float_of(low << 16)[:, None] + spread, float_of(other << 16)[:, None] + spread, code, CODE
         )
 
     own = tl.arange(0, BLOCKS)
@@ -307,13 +309,13 @@ def load_entries(
         spread = tl.zeros(rank.shape, tl.float32)
         source = (row + values_offset).to(tl.pointer_type(tl.uint16)) + block * 2
         low = widened(tl.load(source, mask=wanted[:, None], other=0), "bf16") + spread
-        step = widened(tl.load(source + 1, mask=wanted[:, None], other=0), "bf16") + spread
+        second = widened(tl.load(source + 1, mask=wanted[:, None], other=0), "bf16") + spread
         CODE_BYTES: tl.constexpr = (KEPT * CODE + 7) // 8
         start = rank * CODE
         source = row + codes_offset + block * CODE_BYTES + (start >> 3)
         code = tl.load(source, mask=exists, other=0).to(tl.int32)
-        x = decode_magnitudes(low, step, (code >> (start & 7)) & ((1 << CODE) - 1))
-        checked = tl.maximum(bits_of(low) & MAGNITUDE, bits_of(step) & MAGNITUDE)
+        x = decode_magnitudes(low, second, (code >> (start & 7)) & ((1 << CODE) - 1), CODE)
+        checked = tl.maximum(bits_of(low) & MAGNITUDE, bits_of(second) & MAGNITUDE)
     return x, checked, tl.minimum(place, WIDTH - 1), exists
 
 
