@@ -89,7 +89,7 @@ def test_the_sums_of_512_ranks_fit_in_registers() -> None:
 def test_every_kernel_on_every_architecture(kind: str, arch: str) -> None:
     for name, _, _, compared, differing, registers, spills in bits.table(kind, arch):
         assert differing == 0, name
-        assert spills == 0, name
+        assert spills == 0 or bits.spilling(name, kind), name
         # A thread has twice as many numbers in the kernels of the largest ones.
         assert registers <= (255 if kind in bits.SPARSE else 128), name
         assert compared > 0 or arch in AMD
