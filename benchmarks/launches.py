@@ -27,7 +27,6 @@ from thinwire.programs.division import Division
 RANKS = (2, 8, 32, 512)
 PROGRAMS = {
     **{name: f"{name} of {name.partition('(')[0]}" for name in FUSED},
-    "TopK(ratio=0.25)": "TopK(ratio=0.25) of TopK",
     "PowerSGD(rank=2)": "PowerSGD(rank=2, min_compression=1, warmup=0) of PowerSGD",
     "BF16()": "BF16() of BF16",
 }

@@ -76,7 +76,7 @@ def test_values_keep_their_signs_and_are_within_the_range(
 ) -> None:
     x = (1 + torch.rand(3, count, generator=drawn(seed))) * 10.0**power
     x *= torch.randint(2, x.shape, generator=drawn(seed + 1)) * 2 - 1
-    found = decode_magnitudes(*encode_magnitudes(x, bits))
+    found = decode_magnitudes(*encode_magnitudes(x, bits), bits)
     assert torch.equal(found.sign(), x.sign())
     magnitudes = x.abs()
     spread = magnitudes.amax(1, keepdim=True) - magnitudes.amin(1, keepdim=True)
@@ -87,14 +87,14 @@ def test_values_keep_their_signs_and_are_within_the_range(
 
 def test_two_magnitudes_are_the_means_of_what_is_below_and_above_the_mean() -> None:
     x = torch.tensor([[1.0, -1.0, 2.0, -8.0, 12.0, 0.5]])
-    found = decode_magnitudes(*encode_magnitudes(x, 2))
+    found = decode_magnitudes(*encode_magnitudes(x, 2), 2)
     assert found[0].tolist() == [1.125, -1.125, 1.125, -10.0, 10.0, 1.125]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_zeros_among_the_kept_stay_zeros(bits: int) -> None:
     x = torch.tensor([[0.0, 0.0, 3.0, -5.0], [0.0, 0.0, 0.0, 0.0]])
-    found = decode_magnitudes(*encode_magnitudes(x, bits))
+    found = decode_magnitudes(*encode_magnitudes(x, bits), bits)
     assert not found[x == 0].any()
     assert found[0, 3] < 0
 

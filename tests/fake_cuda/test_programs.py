@@ -13,9 +13,9 @@ from tests.programs.test_no_host_reads import CASES, SHAPES
 from thinwire import AllReduce, Bucket, Collectives, Memory, Outcome
 from thinwire.ddp_comm_hooks.powerSGD_hook import StateMemory, TorchPowerSGD
 from thinwire.engine.ops import AllGather, AllToAll, Await, Collective, Exchange, ReduceScatter
-from thinwire.kernels.triton import launch
+from thinwire.kernels.triton import launch, launch_topk
 from thinwire.monitors.replicas import fingerprints, gather_fingerprints
-from thinwire.programs import triton_coder
+from thinwire.programs import gathered, triton_coder
 from thinwire.programs.program import ProgramFunction
 from thinwire.programs.wrapper import as_program
 
@@ -170,12 +170,19 @@ def check_triton(name: str, ranks: int) -> Run:
     Fake tensors have no memory for kernels, so launches are counted where they would be made.
     """
     launched: list[str] = []
-    kernels = ("encode", "mean_encode", "decode", "gather_exact", "mean_exact", "scatter_exact")
+    exact = ("gather_exact", "mean_exact", "scatter_exact")
+    kernels: tuple[str, ...] = ("encode", "mean_encode", "decode", *exact)
+    if name.startswith("TopK") and ranks == 2:  # `Gathered`
+        kernels = ("encode", "mean_decode")
     table = torch.empty(1, 3)
     tables = triton_coder._Tables(table, table, table, ())
     with pytest.MonkeyPatch.context() as patch:
-        for kernel in kernels:
-            patch.setattr(launch, kernel, lambda *args, kernel=kernel: launched.append(kernel))
+        for module, its in (
+            (launch, ("encode", "mean_encode", "decode", *exact)),
+            (launch_topk, ("encode", "mean_encode", "decode", "mean_decode")),
+        ):
+            for kernel in its:
+                patch.setattr(module, kernel, lambda *args, kernel=kernel: launched.append(kernel))
         patch.setattr(
             triton_coder, "_uploaded", lambda table, device: torch.empty(table.shape, device="cuda")
         )
@@ -184,6 +191,7 @@ def check_triton(name: str, ranks: int) -> Run:
         patch.setattr(triton_coder, "_stream", lambda device: 0)
         patch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
         patch.setattr(triton_coder, "runs", lambda codec, width, bucket: True)
+        patch.setattr(gathered, "gathers", lambda codec, bucket: True)
         run = check(name, ranks, shapes=LARGE, steps=2)
     assert sorted(launched) == sorted(2 * kernels)
     run.launches += len(kernels)
@@ -304,7 +312,7 @@ def test_a_custom_codec_encodes_on_the_device_where_a_rank_has_no_pieces() -> No
     assert run.step == 2
 
 
-FUSED = ("Int8()", "Int4()", "Int2()", "FP8()", "FP8(variant='e5m2')", "Sign()")
+FUSED = ("Int8()", "Int4()", "Int2()", "FP8()", "FP8(variant='e5m2')", "Sign()", "TopK(ratio=0.25)")
 """The programs with Triton kernels."""
 
 

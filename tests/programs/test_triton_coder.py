@@ -13,6 +13,6 @@ def test_whole_exchanges_have_the_bits_of_the_cpu() -> None:
     command = [sys.executable, "-m", "tests.programs.triton_exchanges"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout
     found: dict[str, tuple[int, int]] = json.loads(output)
-    assert len(found) == 42
+    assert len(found) == 54
     assert all(compared > 1000 for compared, _ in found.values())
     assert {case: differing for case, (_, differing) in found.items() if differing} == {}

@@ -38,13 +38,13 @@ class DeviceMemory(Memory):
         for address, size in device.load().live():
             self.add(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
-    def load(self, addresses: Array, size: int) -> Array:
+    def load(self, addresses: Array, size: int, thread: Array, cta: Array, era: int) -> Array:
         self._note(addresses, size, writes=False)
-        return super().load(addresses, size)
+        return super().load(addresses, size, thread, cta, era)
 
-    def store(self, addresses: Array, size: int, values: Array) -> None:
+    def store(self, addresses: Array, size: int, values: Array, thread: Array, cta: Array, era: int) -> None:
         self._note(addresses, size, writes=True)
-        super().store(addresses, size, values)
+        super().store(addresses, size, values, thread, cta, era)
 
     def report(self, kernel: str) -> None:
         """Tell the device what was used."""

@@ -14,6 +14,12 @@ TINY = 1e-33
 SMALLEST = 2.0**-126
 """The smallest scale: float32's smallest normal number. The reciprocal of zero would be infinite."""
 
+_UNIT = 2.0**-20
+"""Precision of sums of magnitudes, as a share of the largest. Sums of 32768 squares fit in 64 bits."""
+
+_SMALLEST_UNIT = 1.2e-38
+"""Rows whose unit is not above this are treated as zero. Smaller ones are subnormal."""
+
 
 def scale_of(
     x: torch.Tensor, levels: float, out: torch.Tensor | None = None
@@ -105,42 +111,72 @@ def _halved(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_magnitudes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode each row as sign * (low + step * code).
+    """Encode each row as signs and magnitudes in few bits.
 
-    With 2 bits, `low` is the mean of the magnitudes up to their root mean square, and low + step the mean of
-    those above it. With more bits, the steps divide the range from the smallest to the largest. If a row has
-    zeros, `low` is zero, so that they stay zeros.
+    With 2 bits, there are two magnitudes: the mean of those up to their root mean square, `low`, and of those
+    above it, `high`. A number becomes the nearer one. With more bits, magnitudes are low + step * code, and
+    the steps divide the range from the smallest to the largest. If a row has zeros, `low` is zero, so that
+    they stay zeros.
 
     Args:
         x: A float32 matrix.
         bits: Bits of a number, with its sign: 2 to 8.
 
     Returns:
-        `low` and `step` of each row, as two columns of bf16, and integers of `bits` bits, the sign in the
-        lowest. A row with a non-finite number has a non-finite `low`.
+        `low`, and `high` or `step`, of each row, as two columns of bf16, and integers of `bits` bits, the
+        sign in the lowest. A row with a non-finite number has a non-finite `low`.
     """
     magnitudes, levels = x.abs(), 2 ** (bits - 1) - 1
-    low, high = magnitudes.amin(1, keepdim=True), magnitudes.amax(1, keepdim=True)
+    low, high = magnitudes.aminmax(dim=1, keepdim=True)
     # Zero times a non-finite number is NaN, whichever of the row's numbers it was.
     missing = high * 0
     if bits == 2:
-        means = two_means(x, 1.0, x.new_empty(x.shape, dtype=torch.bool))
-        low, high = torch.where(low > 0, means[:, :1], 0.0), means[:, 1:]
-    ranges = x.new_empty(x.shape[0], 2, dtype=torch.bfloat16)
-    low_sent, step_sent = ranges[:, :1].copy_(low + missing), ranges[:, 1:]
-    step = step_sent.copy_(divide(high - low_sent, levels)).float()
-    # 1 / infinity is 0.
-    inverse = functional.threshold(step, TINY, torch.inf).reciprocal_()
-    codes = (
-        magnitudes.sub_(low_sent).mul_(inverse).round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
-    )
-    return ranges, torch.add(x < 0, codes, alpha=2)  # of integers, which are not rounded
+        means = _means_in_units(magnitudes, high)
+        torch.where(low > 0, means[:, :1], missing, out=means[:, :1])
+        ranges = means.to(torch.bfloat16)
+        # The sum of two numbers has one order, and halving it is exact.
+        codes = magnitudes > ranges.mean(1, keepdim=True, dtype=torch.float32)
+    else:
+        ranges = x.new_empty(x.shape[0], 2, dtype=torch.bfloat16)
+        low_sent, step_sent = ranges[:, :1].copy_(low + missing), ranges[:, 1:]
+        step = step_sent.copy_(divide(high - low_sent, levels)).float()
+        # 1 / infinity is 0.
+        inverse = functional.threshold(step, TINY, torch.inf).reciprocal_()
+        level = magnitudes.sub_(low_sent).mul_(inverse).round_().clamp_(0, levels)
+        codes = level.nan_to_num_(0.0).to(torch.uint8)
+    negative = (x < 0).view(torch.uint8)
+    return ranges, negative.add_(codes.view(torch.uint8), alpha=2)  # of integers, which are not rounded
 
 
-def decode_magnitudes(ranges: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _means_in_units(magnitudes: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return the means of each row's magnitudes up to their root mean square, and of those above it.
+
+    Magnitudes are counted in units of a millionth of the largest. Sums of integers are exact, so their order
+    does not matter: an accelerator takes one operation for each.
+    """
+    width = magnitudes.shape[1]
+    unit = high * _UNIT
+    inverse = functional.threshold(unit, _SMALLEST_UNIT, torch.inf).reciprocal_()  # 1 / infinity is 0
+    # What a non-finite number becomes depends on the processor, but times its row's unit it is non-finite.
+    whole = (magnitudes * inverse).to(torch.int64)
+    squares = whole * whole
+    large = squares > squares.sum(1, keepdim=True).floor_divide_(width)
+    # Counts up to 2^24 are exact in float32.
+    count = large.sum(1, keepdim=True, dtype=torch.float32)
+    total, above = whole.sum(1, keepdim=True), (whole * large).sum(1, keepdim=True)
+    # The smallest square does not exceed the mean, so there are always numbers that are not large. If none
+    # is, the first quotient is 0 / 0, and fmax takes the other mean for it.
+    means = magnitudes.new_empty(len(magnitudes), 2)
+    low = torch.div(total - above, width - count, out=means[:, :1])
+    torch.fmax(above / count, low, out=means[:, 1:])
+    return means.mul_(unit)
+
+
+def decode_magnitudes(ranges: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the float32 numbers that `encode_magnitudes` encoded, each operation rounded by itself."""
-    low, step = ranges.float().split(1, dim=1)
-    magnitudes = torch.mul(codes >> 1, step).add_(low)
+    low, other = ranges.float().view(-1, 2).split(1, dim=1)
+    large = codes > 1 if bits == 2 else None
+    magnitudes = (codes >> 1).mul(other).add_(low) if large is None else torch.where(large, other, low)
     signed = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
     # The lowest bit, moved to where an integer has its sign.
     return magnitudes.copysign_(signed << 8 * signed.element_size() - 1)

@@ -41,6 +41,11 @@ class Positions:
         return min(range(self.width.bit_length()), key=lambda bits: self.kept * bits + self._unary_bits(bits))
 
     @property
+    def unary_bits(self) -> int:
+        """Bits of the unary vector of the upper parts."""
+        return self._unary_bits(self.lower_bits)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a block's positions."""
         bits = self.lower_bits
@@ -69,18 +74,22 @@ class Positions:
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the positions of each row as an int64 matrix, without a host read.
 
-        Invalid bytes also decode to positions within the block.
+        Args:
+            packed: The result of `pack`. It may have dimensions before the last, and need not be contiguous.
+
+        Returns:
+            A matrix with one row for each of all blocks. Invalid bytes also decode to positions within the
+            block.
         """
         return self._unpacked(packed).clamp_(max=self.width - 1)
 
     def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
         bits = self.lower_bits
-        if native.supported(packed, torch.uint8):
+        if packed.dim() == 2 and native.supported(packed, torch.uint8):
             return native.unpack_positions(packed, bits, self._unary_bits(bits), self.kept)
-        rows, numbers = packed.shape[0], _numbers(max(self.kept, 8, bits), packed)
-        each = (
-            (packed.unsqueeze(2) >> numbers[:8].to(torch.uint8)).bitwise_and_(1).view(rows, self.nbytes * 8)
-        )
+        rows, numbers = packed.shape[:-1].numel(), _numbers(max(self.kept, bits), packed)
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        each = (packed.unsqueeze(-1) >> shifts).bitwise_and_(1).view(rows, self.nbytes * 8)
         unary = each[:, packed_bytes(self.kept, bits) * 8 :]
         # The i-th one is at its upper part + i. It is where the count of ones first exceeds i.
         count = numbers[: self.kept].expand(rows, self.kept).contiguous()
@@ -144,7 +153,9 @@ def pack_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     if native.supported(numbers, numbers.dtype):
         return native.pack(numbers.long(), bits, size)
     if 8 % bits == 0:
-        whole = functional.pad(numbers.to(torch.uint8), (0, size * 8 // bits - count))
+        whole, missing = numbers.to(torch.uint8), size * 8 // bits - count
+        if missing:  # padding by nothing would copy
+            whole = functional.pad(whole, (0, missing))
         return joined(whole.view(rows, size, 8 // bits), bits, dim=2)
     each = numbers.new_zeros((rows, size * 8), dtype=torch.uint8)
     _split_bits(numbers, _numbers(bits, numbers), out=each[:, : count * bits])
@@ -154,16 +165,18 @@ def pack_bits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the `count` integers in each row of packed bytes, in an integer dtype that has room for them.
 
+    The bytes may have dimensions before the last, and need not be contiguous. The result is a matrix.
+
     >>> unpack_bits(torch.tensor([[33, 3]], dtype=torch.uint8), 4, 3).long()
     tensor([[1, 2, 3]])
     """
-    if native.supported(packed, torch.uint8):
+    if packed.dim() == 2 and native.supported(packed, torch.uint8):
         return native.unpack(packed, bits, count)
-    rows, size = packed.shape
+    rows, size = packed.shape[:-1].numel(), packed.shape[-1]
     if 8 % bits == 0:
         places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-        each = (packed.unsqueeze(2) >> places).bitwise_and_((1 << bits) - 1)
+        each = (packed.unsqueeze(-1) >> places).bitwise_and_((1 << bits) - 1)
         return each.view(rows, size * 8 // bits)[:, :count]
     places = _numbers(max(8, bits), packed)
-    each = (packed.unsqueeze(2) >> places[:8]).bitwise_and_(1).view(rows, size * 8)
+    each = (packed.unsqueeze(-1) >> places[:8]).bitwise_and_(1).view(rows, size * 8)
     return (each[:, : count * bits].view(rows, count, bits) << places[:bits]).sum(2)

@@ -64,7 +64,7 @@ class LargestEntries(BlockCodec):
     @property
     def wire_bits(self) -> float:
         """Bits of kept values and their positions, spread over the block."""
-        kept, bits = self._kept(self.block), _BITS.get(self.values)
+        kept, bits = self.kept(self.block), _BITS.get(self.values)
         if bits is None:
             values = kept * _DTYPES[self.values].itemsize
         else:
@@ -77,25 +77,57 @@ class LargestEntries(BlockCodec):
 
     def encode_blocks(self, x: torch.Tensor) -> Parts:
         """Return values and positions, or ranges of magnitudes, positions and codes of values."""
-        kept = self._kept(x.shape[1])
+        return self.encode_entries(x)[0]
+
+    def encode_entries(
+        self, x: torch.Tensor
+    ) -> tuple[Parts, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Encode a matrix with one block per row, for a caller that needs the error without decoding again.
+
+        Args:
+            x: Blocks in float32.
+
+        Returns:
+            The parts, the positions of the kept numbers in ascending order, these numbers, and their codes
+            before these are packed, or None if there are none.
+        """
+        kept = self.kept(x.shape[1])
         places = (native.largest if native.supported(x, torch.float32) else largest)(x, kept)
         values, packed = x.gather(1, places), Positions(x.shape[1], kept).pack(places)
         bits = _BITS.get(self.values)
         if bits is None:
-            return values.to(_DTYPES[self.values]), packed
+            return (values.to(_DTYPES[self.values]), packed), places, values, None
         ranges, codes = encode_magnitudes(values, bits)
-        return ranges, packed, pack_bits(codes, bits)
+        return (ranges, packed, pack_bits(codes, bits)), places, values, codes
 
     def decode_blocks(self, parts: Parts, out: torch.Tensor) -> None:
         """Write zeros, and the kept values at their positions."""
-        kept, bits = self._kept(out.shape[1]), _BITS.get(self.values)
-        if bits is None:
-            values = parts[0].float()
-        else:
-            values = decode_magnitudes(parts[0], unpack_bits(parts[2], bits, kept))
-        out.zero_().scatter_(1, Positions(out.shape[1], kept).unpack(parts[1]), values)
+        places, values = self.decode_entries(parts, out.shape[1])
+        out.zero_().scatter_(1, places, values)
 
-    def _kept(self, width: int) -> int:
+    def decode_entries(self, parts: Parts, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions and values of the entries of blocks of this width.
+
+        Args:
+            parts: The result of `encode_blocks`. Those of many messages have a dimension more before those of
+                the matrix, and need not be contiguous.
+            width: Numbers in a block.
+
+        Returns:
+            Two matrices with one row for each of all blocks.
+        """
+        kept, bits = self.kept(width), _BITS.get(self.values)
+        codes = None if bits is None else unpack_bits(parts[2], bits, kept)
+        return Positions(width, kept).unpack(parts[1]), self.decode_values(parts[0], codes)
+
+    def decode_values(self, first: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
+        """Return the values of entries in float32, from the first part and codes that are not packed."""
+        if codes is None:
+            return first.float().reshape(-1, first.shape[-1])
+        return decode_magnitudes(first, codes, _BITS[self.values])
+
+    def kept(self, width: int) -> int:
+        """Return how many numbers of a block of this width are kept."""
         return max(1, round(self.ratio * width))
 
 
@@ -109,6 +141,7 @@ def largest(x: torch.Tensor, kept: int) -> torch.Tensor:
     magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF)
     # Negated, so that the smallest keys have the largest magnitudes and, of equal ones, the first positions.
     keys = torch.sub(places, magnitudes, alpha=1 << _PLACE_BITS)  # of integers, which are not rounded
+    del magnitudes  # as large as x
     best = keys.topk(kept, dim=1, largest=False, sorted=False).values
     return best.bitwise_and_((1 << _PLACE_BITS) - 1).sort(dim=1).values
 

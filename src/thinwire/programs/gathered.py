@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.codec import Codec, numbers_of, require_codec
-from thinwire.codecs.rounding import divide_in_place
+from thinwire.codecs.topk import LargestEntries
 from thinwire.engine.ops import AllGather, Collective, Collectives
 from thinwire.engine.pack import Layout
 from thinwire.programs.coding import own_codecs
+from thinwire.programs.entries_coder import EntriesGatherCoder
+from thinwire.programs.gather_coder import GatherCoder, JoinedGatherCoder
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
+from thinwire.programs.triton_coder import TritonGatherCoder, gathers
 from thinwire.programs.twoshot import TwoShot
 
 
@@ -37,6 +40,7 @@ class Gathered(Program):
 
     exact_vectors = True
     stateless = True
+    folds_residuals = True
     exact_alone = True
 
     def __post_init__(self) -> None:
@@ -51,21 +55,9 @@ class Gathered(Program):
         """Encode, all-gather, and sum the decoded gradients."""
         if is_alone(self, bucket):
             return unchanged(bucket)
-        codecs, numbers = own_codecs(self.codec, bucket), numbers_of(bucket.buffer)
-        encoded = codecs[bucket.rank].encode(numbers)
-        layout = Layout.of(encoded)
-        received = yield AllGather(layout.write(encoded, layout.rows(1)[0]))
-        # Sum in the order of ranks, at least in float32: the same bits on all of them.
-        total = torch.zeros_like(numbers, dtype=torch.promote_types(numbers.dtype, torch.float32))
-        for codec, row in zip(codecs, received, strict=True):
-            codec.add(layout.read(row), total)
-        mean = torch.empty_like(bucket.buffer) if bucket.track_error else bucket.buffer
-        numbers_of(mean).copy_(divide_in_place(total, bucket.world_size))
-        if not bucket.track_error:
-            return Outcome(mean)
-        # error <- gradient - decode(encode(gradient)), in the bucket's own memory.
-        codecs[bucket.rank].add(encoded, numbers, -1)
-        return Outcome(mean, error=bucket.buffer)
+        coder = gather_coder_of(self.codec, bucket)
+        received = yield AllGather(coder.encode())
+        return coder.decode(received)
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +81,7 @@ class SparseMean(Gathered):
     """
 
     stateless = True
+    folds_residuals = True
     exact_alone = True
 
     def __call__(self, bucket: Bucket, memory: Memory) -> Collectives[Outcome]:
@@ -100,3 +93,13 @@ class SparseMean(Gathered):
     def outline(self, bucket: Bucket) -> Iterator[Collective]:
         """Yield the collectives for a bucket without encoding it."""
         return super().outline(bucket) if bucket.world_size <= 2 else TwoShot(self.codec).outline(bucket)
+
+
+def gather_coder_of(codec: Codec, bucket: Bucket) -> GatherCoder:
+    """Return the coder of a bucket. On accelerators it launches few kernels."""
+    if isinstance(codec, LargestEntries) and bucket.buffer.device.type != "cpu":
+        if gathers(codec, bucket):
+            return TritonGatherCoder(codec, bucket)
+        if bucket.buffer.dtype.to_real() == torch.float32:
+            return EntriesGatherCoder(codec, bucket)
+    return JoinedGatherCoder(codec, bucket)

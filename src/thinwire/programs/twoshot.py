@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.codecs.codec import BlockCodec, Codec, require_codec
+from thinwire.codecs.topk import LargestEntries
 from thinwire.engine.ops import AllGather, AllToAll, Collective, Collectives
 from thinwire.programs import triton_coder
 from thinwire.programs.bucket_coder import BucketCoder, OwnersCoder, row_layouts
 from thinwire.programs.coding import coders_of
 from thinwire.programs.division import Division
+from thinwire.programs.entries_coder import EntriesCoder
 from thinwire.programs.matrix_coder import MatrixCoder
 from thinwire.programs.memory import Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
@@ -91,5 +93,9 @@ def bucket_coder_of(codec: Codec, bucket: Bucket) -> BucketCoder:
     if bucket.buffer.device.type == "cpu" or not isinstance(codec, BlockCodec) or codec.draws:
         return OwnersCoder(bucket, coders, division)
     width = coders[0].block
-    coder = TritonCoder if triton_coder.runs(codec, width, bucket) else MatrixCoder
-    return coder(bucket, codec, width, division)
+    if triton_coder.runs(codec, width, bucket):
+        return TritonCoder(bucket, codec, width, division)
+    # Float64 gradients are encoded in float32, and their error has the rounding too.
+    if isinstance(codec, LargestEntries) and bucket.buffer.dtype.to_real().itemsize <= 4:
+        return EntriesCoder(bucket, codec, width, division)
+    return MatrixCoder(bucket, codec, width, division)

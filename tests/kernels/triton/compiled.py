@@ -21,22 +21,28 @@ from triton.compiler import ASTSource
 
 from tests.kernels.triton.exchange import Run
 from tests.kernels.triton.ptx import Machine, Memory
-from thinwire.kernels.triton import twoshot
+from thinwire.kernels.triton import topk, twoshot
 
 KERNELS = ("encode", "mean_encode", "decode", "gather_exact", "mean_exact", "scatter_exact")
+SPARSE_KERNELS = (*KERNELS, "mean_decode")
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 AMD = ("gfx942",)
 
+_AMD_USAGE = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 _POINTERS = {torch.int64: "*i64", torch.uint8: "*u8", torch.int32: "*i32"}
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel. `machine` runs it, if it is for an NVIDIA GPU."""
+    """A compiled kernel. `machine` runs it, if it is for an NVIDIA GPU.
+
+    `spills` are those to memory. AMD spills scalar registers to lanes of vector registers.
+    """
 
     registers: int
     spills: int
     machine: Machine | None
+    scalar_spills: int = 0
 
 
 @dataclass
@@ -63,7 +69,8 @@ class Evaluated:
             if binary.machine is None:
                 return
             memory = Memory()
-            for tensor in self._run.kept:
+            scratch = dict(zip(self._kernel.arg_names, arguments, strict=False)).get("scratch")
+            for tensor in [*self._run.kept, *([] if scratch is None else [scratch])]:
                 memory.add(tensor.data_ptr(), tensor.reshape(-1).view(torch.uint8).numpy())
             binary.machine.run(grid, memory, passed)
 
@@ -109,9 +116,10 @@ def _inspected(built: Any, arch: str) -> Binary:
     """Return what the compiler says about a kernel."""
     if arch in AMD:
         text = built.asm["amdgcn"]
-        spills = [int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text)]
-        assert len(spills) == 2, "the compiler does not say how many registers were spilled"
-        return Binary(int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), sum(spills), None)
+        found = {name: re.findall(rf"\.{name}:\s*(\d+)", text) for name in _AMD_USAGE}
+        assert all(len(counts) == 1 for counts in found.values()), "the compiler does not say what it spilled"
+        registers, memory, vectors, scalars = (int(counts[0]) for counts in found.values())
+        return Binary(registers, memory + vectors, None, scalars)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -129,7 +137,8 @@ def running_on(arch: str, run: Run, *, fusion: bool = False) -> Iterator[Binarie
     """Let `launch` compile for this architecture. AMD kernels are compiled, and not run."""
     binaries = Binaries(arch, fusion)
     with ExitStack() as stack:
-        for name in KERNELS:
-            kernel = Evaluated(getattr(twoshot, name), run, binaries)
-            stack.enter_context(mock.patch.object(twoshot, name, kernel))
+        for module, names in ((twoshot, KERNELS), (topk, ("encode", "mean_encode", "decode", "mean_decode"))):
+            for name in names:
+                kernel = Evaluated(getattr(module, name), run, binaries)
+                stack.enter_context(mock.patch.object(module, name, kernel))
         yield binaries

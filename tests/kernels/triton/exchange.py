@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -129,7 +130,20 @@ class Exchange:
     def owned(self) -> int:
         return -(-len(self.counts()) // self.world)
 
-    def geometry(self) -> launch.Geometry:
+    @property
+    def kernels(self) -> Any:
+        """The module with `encode`, `mean_encode` and `decode`."""
+        return launch
+
+    def reference(self) -> "Reference":
+        return Reference(self)
+
+    def parts(self) -> list[tuple[int, int, torch.dtype]]:
+        """Return first byte, numbers per block and dtype of each part of a row."""
+        g = self.geometry()
+        return [(g.scale_offset, 1, torch.float32), (g.codes_offset, g.width // g.parts, torch.uint8)]
+
+    def geometry(self) -> Any:
         codes = self.owned * self.width * bits_of(self.kind) // 8
         exact = 2 * 1024 + 7
         start = -(-4 * self.owned // self.fill) * self.fill
@@ -174,7 +188,8 @@ class Reference:
         self.codec.decode_blocks(tuple(parts), decoded)
         return (parts[0], parts[1].view(torch.uint8)), decoded
 
-    def decode(self, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, *parts: torch.Tensor) -> torch.Tensor:
+        scales, codes = parts
         out = torch.empty(len(scales), self.exchange.width)
         dtype = torch.int8 if self.exchange.kind in ("int8", "int4") else torch.uint8
         self.codec.decode_blocks((scales, codes.view(dtype)), out)
@@ -201,7 +216,7 @@ class Run:
 
     def __init__(self, exchange: Exchange, *, checked: bool = True) -> None:
         self.exchange, self.geometry, self.checked = exchange, exchange.geometry(), checked
-        self.reference = Reference(exchange)
+        self.reference = exchange.reference()
         self.table = torch.tensor(self.reference.table)
         self.tally = Tally()
         self.kept: list[torch.Tensor] = [self.table]
@@ -217,19 +232,19 @@ class Run:
         return rows
 
     def parts_of(self, rows: torch.Tensor) -> Parts:
-        """Return the scales and codes of rows of bytes, one block per row."""
-        g = self.geometry
-        codes = g.width // g.parts
-        scales = rows[:, g.scale_offset : g.scale_offset + 4 * g.blocks].contiguous().view(torch.float32)
-        return scales.view(-1, 1), rows[:, g.codes_offset : g.codes_offset + g.blocks * codes].reshape(
-            -1, codes
+        """Return the parts of rows of bytes, one block per row."""
+        return tuple(
+            rows[:, start : start + self.geometry.blocks * width * dtype.itemsize]
+            .contiguous()
+            .view(dtype)
+            .view(-1, width)
+            for start, width, dtype in self.exchange.parts()
         )
 
     def fill_rows(self, rows: torch.Tensor, parts: Parts) -> None:
-        g = self.geometry
-        scales, codes = (part.view(rows.shape[0], -1) for part in parts)
-        rows[:, g.scale_offset : g.scale_offset + 4 * g.blocks] = scales.contiguous().view(torch.uint8)
-        rows[:, g.codes_offset : g.codes_offset + codes.shape[1]] = codes
+        for (start, _, _), part in zip(self.exchange.parts(), parts, strict=True):
+            written = part.reshape(rows.shape[0], -1).view(torch.uint8)
+            rows[:, start : start + written.shape[1]] = written
 
     def inputs(self, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor]]:
         """Return values in the exchange's dtype, residuals, and x = value + keep * residual."""
@@ -246,9 +261,9 @@ class Run:
 
     def compare_parts(self, kernel: str, expected: Parts, found: Parts, used: torch.Tensor) -> torch.Tensor:
         """Compare the used blocks, and return which have arbitrary codes."""
-        loose = self.reference.overflowed(expected[0])
-        self.tally.add(kernel, expected[0][used], found[0][used], loose[used])
-        self.tally.add(kernel, expected[1][used], found[1][used], loose.expand_as(expected[1])[used])
+        loose = self.reference.overflowed(expected[0])  # one column
+        for wanted, part in zip(expected, found, strict=True):
+            self.tally.add(kernel, wanted[used], part[used], loose.expand_as(wanted)[used])
         unused = found[0][~used]
         assert not self.checked or (unused <= SMALLEST).all(), "the scale of an unused block is not of zeros"
         return loose
@@ -287,7 +302,7 @@ class Run:
         new = self.targets(values, old)
         before = [tensor.clone() for tensor in new]
         rows = self.rows(e.world)
-        launch.encode(
+        e.kernels.encode(
             self.geometry,
             self.table,
             self.addresses(values),
@@ -327,7 +342,7 @@ class Run:
         new = self.targets(values, old)
         before = [tensor.clone() for tensor in new]
         row = self.rows(1)
-        launch.mean_encode(
+        e.kernels.mean_encode(
             self.geometry,
             self.table,
             self.addresses(values),
@@ -359,7 +374,7 @@ class Run:
         rows = self.rows(e.world)
         self.fill_rows(rows, parts)
         into, flag = [torch.full((n,), 7.0).to(e.dtype) for n in e.lengths], torch.ones(1, dtype=torch.int32)
-        launch.decode(self.geometry, self.table, self.addresses(into), e.dtype, rows, self.keep(flag))
+        e.kernels.decode(self.geometry, self.table, self.addresses(into), e.dtype, rows, self.keep(flag))
         expected = ref.decode(*parts)
         found = [tensor.clone() for tensor in into]
         wanted = [torch.empty_like(tensor) for tensor in into]
@@ -367,7 +382,7 @@ class Run:
             wanted[parameter][start : start + count] = expected[row, :count].to(e.dtype)
         for a, b in zip(wanted, found, strict=True):
             self.tally.add("decode", a, b)
-        finite = ref.codec.finite((parts[0][used], parts[1][used]))
+        finite = ref.codec.finite(tuple(part[used] for part in parts))
         assert finite is not None
         self.tally.add("decode", finite.int().view(1), flag)
 

@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from tests.kernels.triton.exchange import KINDS, Exchange, Run
+from tests.kernels.triton.exchange_topk import VALUES, SparseExchange, SparseRun
 
 NARROW = {"sign": 64, "int2": 64}  # powers of two
 
@@ -29,12 +30,29 @@ EXCHANGES = {
     "int8-largest": Exchange(kind="int8", width=4096, blocks=2, hard=False),
 }
 
+SPARSE_EXCHANGES = {
+    **{f"top-{kind}-of-5": SparseExchange(kind=kind, world=5, rank=2) for kind in VALUES},
+    **{
+        f"top-{kind}-aliased": SparseExchange(kind=kind, rank=0, alias=True, keep=1.0, width=136, ratio=0.2)
+        for kind in VALUES
+    },
+    "top-int2-in-place": SparseExchange(kind="int2", alias=True, keep=None, width=64, ratio=0.25),
+    "top-int2-wide": SparseExchange(kind="int2", width=4096, blocks=1, hard=False),
+    "top-int2-of-many": SparseExchange(kind="int2", width=16, world=70, rank=3),
+    "top-int4-bf16": SparseExchange(kind="int4", dtype=torch.bfloat16, exact_dtype=torch.bfloat16),
+    "top-bf16-fp16": SparseExchange(kind="bf16", dtype=torch.float16, ratio=0.01),
+}
+
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # `launch` imports the kernels later
     warnings.simplefilter("ignore")  # numpy's, about overflows
     results = {}
-    for name, exchange in EXCHANGES.items():
-        tally = Run(exchange).all()
+    runs = {
+        **{name: Run(exchange) for name, exchange in EXCHANGES.items()},
+        **{name: SparseRun(exchange) for name, exchange in SPARSE_EXCHANGES.items()},
+    }
+    for name, run in runs.items():
+        tally = run.all()
         results[name] = {
             kernel: (tally.compared[kernel], tally.differing[kernel]) for kernel in tally.compared
         }

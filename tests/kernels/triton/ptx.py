@@ -1,7 +1,9 @@
 """An evaluator of PTX: runs the compiled code of a Triton kernel on the CPU, by the rules of the PTX ISA.
 
 All threads of all CTAs take each instruction together. So it checks arithmetic, masks, addresses, layouts in
-shared memory and shuffles, but not barriers. A branch on which threads differ raises `DivergedError`.
+shared memory and shuffles. A branch on which threads differ raises `DivergedError`. An access to global
+memory whose order with another thread's no barrier determines raises `RaceError`. Barriers between accesses
+to shared memory, which the compiler places, are not checked.
 
 `.rn` operations are IEEE 754 single precision, as those of numpy are, and return the GPU's only NaN.
 Operations whose bits the ISA leaves open (div.full, rcp.approx) raise `UnspecifiedError`.
@@ -10,6 +12,7 @@ Operations whose bits the ISA leaves open (div.full, rcp.approx) raise `Unspecif
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,10 @@ class DivergedError(Exception):
     """A branch that some threads take and others do not."""
 
 
+class RaceError(Exception):
+    """Two threads access the same byte, one of them writes, and no barrier is between them."""
+
+
 @dataclass(frozen=True)
 class Instruction:
     """An instruction: `@guard op.kinds operands`."""
@@ -45,41 +52,90 @@ class Instruction:
         return ".".join(self.kinds)
 
 
+class Region:
+    """Bytes of a tensor, and the last accesses to each in a launch."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+
+    # Made at the first access: a launch uses few of the tensors that exist.
+
+    @cached_property
+    def _written(self) -> "_Accesses":
+        return _Accesses(len(self.data))
+
+    @cached_property
+    def _read(self) -> "_Accesses":
+        return _Accesses(len(self.data))
+
+    def note(self, index: Array, thread: Array, cta: Array, era: int, *, write: bool) -> None:
+        """Record accesses by threads, `era` barriers after the start. Raise RaceError if one races."""
+        self._written.check(index, thread, cta, era, across=not write)
+        if write:
+            self._read.check(index, thread, cta, era, across=False)
+        (self._written if write else self._read).add(index, thread, cta, era)
+
+
+class _Accesses:
+    """The last access to each byte."""
+
+    def __init__(self, count: int) -> None:
+        self._thread, self._cta = np.full(count, -1), np.full(count, -1)
+        self._era = np.full(count, -1)
+
+    def check(self, index: Array, thread: Array, cta: Array, era: int, *, across: bool) -> None:
+        """Raise RaceError if another thread of the CTA made the last access since the last barrier.
+
+        No barrier is between CTAs. Two of them may write the same flag, and with `across` not read it.
+        """
+        same = self._cta[index] == cta
+        raced = same & (self._era[index] == era) & (self._thread[index] != thread)
+        if across:
+            raced |= (self._cta[index] >= 0) & ~same
+        if raced.any():
+            raise RaceError(f"byte {int(index[raced][0])} of a tensor")
+
+    def add(self, index: Array, thread: Array, cta: Array, era: int) -> None:
+        self._thread[index], self._cta[index], self._era[index] = thread, cta, era
+
+
 class Memory:
     """The tensors that a kernel may access, at their own addresses."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, Array] = {}
+        self._regions: dict[int, Region] = {}
 
     def add(self, address: int, data: Array) -> None:
         """Register bytes. An access outside of all registered bytes raises IndexError."""
         if data.size:
-            self._regions[address] = data
+            self._regions[address] = Region(data)
 
-    def load(self, addresses: Array, size: int) -> Array:
+    def load(self, addresses: Array, size: int, thread: Array, cta: Array, era: int) -> Array:
         values = np.zeros(addresses.shape, np.uint64)
-        for chosen, data, index in self._split(addresses, size):
+        for chosen, region, index in self._split(addresses, size):
+            region.note(index, thread[chosen], cta[chosen], era, write=False)
             for byte in range(size):
-                values[chosen] |= data[index + byte].astype(np.uint64) << np.uint64(8 * byte)
+                values[chosen] |= region.data[index + byte].astype(np.uint64) << np.uint64(8 * byte)
         return values
 
-    def store(self, addresses: Array, size: int, values: Array) -> None:
-        for chosen, data, index in self._split(addresses, size):
+    def store(self, addresses: Array, size: int, values: Array, thread: Array, cta: Array, era: int) -> None:
+        for chosen, region, index in self._split(addresses, size):
+            region.note(index, thread[chosen], cta[chosen], era, write=True)
             for byte in range(size):
-                data[index + byte] = (values[chosen] >> np.uint64(8 * byte)).astype(np.uint8)
+                region.data[index + byte] = (values[chosen] >> np.uint64(8 * byte)).astype(np.uint8)
 
-    def _split(self, addresses: Array, size: int) -> list[tuple[Array, Array, Array]]:
-        """Return the accesses of each region: which they are, the region's bytes, and places in it."""
+    def _split(self, addresses: Array, size: int) -> list[tuple[Array, Region, Array]]:
+        """Return the accesses of each region: which they are, the region, and places in it."""
         starts = np.array(sorted(self._regions), np.uint64)
         which = np.searchsorted(starts, addresses, side="right") - 1
         accesses = []
         for number in np.unique(which):
             chosen = which == number
-            data = self._regions[int(starts[max(number, 0)])]
+            region = self._regions[int(starts[max(number, 0)])]
             index = addresses[chosen].astype(np.int64) - int(starts[max(number, 0)])
-            if number < 0 or index.max() + size > len(data):
+            if number < 0 or index.max() + size > len(region.data):
                 raise IndexError(f"{size} bytes at {int(addresses[chosen].max()):#x} belong to no tensor")
-            accesses.append((chosen, data, index))
+            accesses.append((chosen, region, index))
         return accesses
 
 
@@ -129,11 +185,12 @@ class Machine:
         self._count = x * y * self._threads
         number = np.arange(self._count, dtype=np.uint64)
         cta = number // np.uint64(self._threads)
-        self._cta = cta.astype(np.int64)
+        self._cta, self._thread, self._era = cta.astype(np.int64), number.astype(np.int64), 0
         self._registers: dict[str, Array] = {
             "%tid.x": number % np.uint64(self._threads),
             "%ctaid.x": cta % np.uint64(x),
             "%ctaid.y": cta // np.uint64(x),
+            "%nctaid.x": np.full(self._count, x, np.uint64),
             "global_smem": np.zeros(self._count, np.uint64),
         }
         self._memory = memory
@@ -155,6 +212,8 @@ class Machine:
             if mask is not None and mask.any() != mask.all():
                 raise DivergedError(instruction.operands[0])
             return self._labels[instruction.operands[0]] if mask is None or mask.all() else place + 1
+        if instruction.op == "bar.sync":
+            self._era += 1
         if head in ("bar", "fence", "griddepcontrol"):
             return place + 1
         handler = getattr(self, f"_{head}", None)
@@ -250,7 +309,9 @@ class Machine:
             if instruction.kinds[1] == "shared":
                 values[chosen] = self._load_shared(self._cta[chosen], at, size)
             else:
-                values[chosen] = self._memory.load(at, size)
+                values[chosen] = self._memory.load(
+                    at, size, self._thread[chosen], self._cta[chosen], self._era
+                )
             if kind.startswith("s"):
                 values = values.astype(f"u{size}").view(f"i{size}").astype(np.int64).view(np.uint64)
             self._registers[name] = values
@@ -266,7 +327,7 @@ class Machine:
             if instruction.kinds[1] == "shared":
                 self._store_shared(self._cta[chosen], at, size, values)
             else:
-                self._memory.store(at, size, values)
+                self._memory.store(at, size, values, self._thread[chosen], self._cta[chosen], self._era)
 
     @staticmethod
     def _check_aligned(address: Array, size: int) -> None:
@@ -305,6 +366,15 @@ class Machine:
 
     def _cvt(self, instruction: Instruction, mask: Array | None) -> None:
         to, source = instruction.kinds[-2:]
+        if to == "f16x2":  # the first operand becomes the upper half
+            upper, lower = (
+                self._get(name, source).astype(np.float16).view(np.uint16).astype(np.uint32)
+                for name in instruction.operands[1:]
+            )
+            self._put(instruction.operands[0], upper << np.uint32(16) | lower, mask)
+            return
+        if source[0] == "f" and to[0] != "f" and "rzi" not in instruction.kinds:
+            raise NotImplementedError(instruction.op)
         values = self._get(instruction.operands[1], source)
         values = values.astype(f"{_NAMES[to[0]]}{int(to[1:]) // 8}")
         # A result that is narrower than its register fills it with its sign.
@@ -353,6 +423,8 @@ class Machine:
             halves = [[self._get(name, "b32") >> np.uint32(s) for name in names] for s in (0, 16)]
             low, high = (_ARITHMETIC[head](*[half.astype(np.uint16) for half in one]) for one in halves)
             self._put(to, low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16), mask)
+        elif "hi" in instruction.kinds:
+            self._put(to, _upper_half(*[self._get(name, kind) for name in names]), mask)
         elif "wide" in instruction.kinds:
             size = 2 * int(kind[1:])
             wide = [self._get(name, kind).astype(f"{_NAMES[kind[0]]}{size // 8}") for name in names[:2]]
@@ -433,6 +505,8 @@ class Machine:
             source = lane ^ amount
         elif "idx" in instruction.kinds:
             source = amount % WARP
+        elif "up" in instruction.kinds and instruction.operands[3] == "0":
+            source = np.where(lane >= amount, lane - amount, lane)  # the first lanes keep their own value
         else:
             raise NotImplementedError(instruction.op)
         self._put(to, np.take_along_axis(values, source, axis=1).reshape(-1))
@@ -459,6 +533,14 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     toward = np.where((error > 0) == (total > 0), 1, -1)
     odd = np.where(inexact, (total.view(np.int64) + toward).view(np.float64), total)
     return odd.astype(np.float32)
+
+
+def _upper_half(a: Array, b: Array) -> Array:
+    """Return the upper half of the product of two integers, of which Python's have any length."""
+    size = 8 * a.dtype.itemsize
+    product = (a.astype(object) * b.astype(object)) >> size
+    upper: Array = (product & ((1 << size) - 1)).astype(f"u{size // 8}").view(a.dtype)
+    return upper
 
 
 def _mad(a: Array, b: Array, c: Array) -> Array:

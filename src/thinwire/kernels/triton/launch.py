@@ -34,8 +34,11 @@ DEVICES = ("cuda", "xpu")
 """The devices that Triton compiles for. torch calls ROCm's "cuda" too."""
 
 MOST_RANKS = 512
-_WIDEST = 4096
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+WIDEST = 4096
+"""Numbers in the widest block that a program holds."""
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The dtypes of numbers, by the names that kernels have for them."""
 
 
 def available(device: torch.device) -> bool:
@@ -71,24 +74,44 @@ def supports(kind: str, width: int) -> bool:
     >>> supports("int8", 136), supports("sign", 136), supports("sign", 128)
     (True, False, True)
     """
-    if kind not in KINDS or width % 8 or not 8 <= width <= _WIDEST:
+    if kind not in KINDS or width % 8 or not 8 <= width <= WIDEST:
         return False
     return kind not in ("sign", "int2") or width & (width - 1) == 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class ExactNumbers:
+    """The part of a row's layout that does not depend on the encoding.
+
+    Args:
+        blocks: Blocks of an owner.
+        row_bytes: Bytes of a row.
+        exact_offset: First byte of the exact numbers.
+        exact: Exact numbers of a row.
+    """
+
+    blocks: int
+    row_bytes: int
+    exact_offset: int
+    exact: int
+
+    def check_aligned(self, *offsets: str) -> None:
+        """Raise OptionError unless these offsets, and those of every row, are multiples of 8."""
+        for name in ("row_bytes", "exact_offset", *offsets):
+            value = getattr(self, name)
+            if value % 8 or value < 0:
+                raise OptionError(f"{name}={value} must be a multiple of 8: GPUs read aligned numbers only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry(ExactNumbers):
     """The layout of a row of bytes, equal for all owners.
 
     Args:
         kind: The encoding of blocks.
         width: Numbers in a block.
-        blocks: Blocks of an owner.
-        row_bytes: Bytes of a row.
         scale_offset: First byte of the scales, one float32 per block.
         codes_offset: First byte of the codes, width * bits / 8 bytes per block.
-        exact_offset: First byte of the exact numbers.
-        exact: Exact numbers of a row.
 
     Raises:
         OptionError: There is no kernel for the kind and width, or a part does not start at a multiple of 8.
@@ -96,12 +119,8 @@ class Geometry:
 
     kind: str
     width: int
-    blocks: int
-    row_bytes: int
     scale_offset: int = 0
     codes_offset: int
-    exact_offset: int
-    exact: int
 
     def __post_init__(self) -> None:
         if not supports(self.kind, self.width):
@@ -109,10 +128,7 @@ class Geometry:
                 f"kind={self.kind!r} with width={self.width} has no Triton kernel: ask `supports` first, and"
                 " use the torch codec if it is False"
             )
-        for name in ("row_bytes", "scale_offset", "codes_offset", "exact_offset"):
-            value = getattr(self, name)
-            if value % 8 or value < 0:
-                raise OptionError(f"{name}={value} must be a multiple of 8: GPUs read aligned numbers only")
+        self.check_aligned("scale_offset", "codes_offset")
 
     @property
     def parts(self) -> int:
@@ -122,7 +138,7 @@ class Geometry:
     @property
     def tile(self) -> int:
         """Numbers of a block in a program's tile."""
-        return self.parts * _power_of_two(self.width // self.parts)
+        return self.parts * power_of_two(self.width // self.parts)
 
     @property
     def blocks_at_once(self) -> int:
@@ -184,7 +200,7 @@ def encode(
         WIDTH=geometry.width,
         PARTS=geometry.parts,
         BLOCKS=geometry.blocks_at_once,
-        DTYPE=_DTYPES[value_dtype],
+        DTYPE=DTYPES[value_dtype],
         HAS_OLD=old is not None,
         HAS_NEW=new is not None,
         num_warps=geometry.warps,
@@ -222,7 +238,7 @@ def mean_encode(
     """
     from thinwire.kernels.triton import twoshot
 
-    levels = _levels(world)
+    levels = levels_of(world)
     if not geometry.blocks:
         return
     twoshot.mean_encode[(-(-geometry.blocks // geometry.blocks_at_once),)](
@@ -243,7 +259,7 @@ def mean_encode(
         WIDTH=geometry.width,
         PARTS=geometry.parts,
         BLOCKS=geometry.blocks_at_once,
-        DTYPE=_DTYPES[value_dtype],
+        DTYPE=DTYPES[value_dtype],
         HAS_OLD=old is not None,
         HAS_NEW=new is not None,
         LEVELS=levels,
@@ -288,14 +304,14 @@ def decode(
         WIDTH=geometry.width,
         PARTS=geometry.parts,
         BLOCKS=geometry.blocks_at_once,
-        DTYPE=_DTYPES[into_dtype],
+        DTYPE=DTYPES[into_dtype],
         num_warps=geometry.warps,
         enable_fp_fusion=False,
     )
 
 
 def gather_exact(
-    geometry: Geometry,
+    geometry: ExactNumbers,
     table: torch.Tensor,
     places: torch.Tensor,
     values: torch.Tensor,
@@ -325,15 +341,15 @@ def gather_exact(
         rows,
         geometry.row_bytes,
         geometry.exact_offset,
-        DTYPE=_DTYPES[value_dtype],
-        EXACT=_DTYPES[exact_dtype],
+        DTYPE=DTYPES[value_dtype],
+        EXACT=DTYPES[exact_dtype],
         NUMBERS=NUMBERS,
         enable_fp_fusion=False,
     )
 
 
 def mean_exact(
-    geometry: Geometry,
+    geometry: ExactNumbers,
     exact_dtype: torch.dtype,
     received: torch.Tensor,
     own: torch.Tensor,
@@ -354,7 +370,7 @@ def mean_exact(
     """
     from thinwire.kernels.triton import twoshot
 
-    levels = _levels(world)
+    levels = levels_of(world)
     if not geometry.exact:
         return
     twoshot.mean_exact[(-(-geometry.exact // NUMBERS),)](
@@ -367,7 +383,7 @@ def mean_exact(
         geometry.exact,
         geometry.row_bytes,
         geometry.exact_offset,
-        EXACT=_DTYPES[exact_dtype],
+        EXACT=DTYPES[exact_dtype],
         NUMBERS=NUMBERS,
         LEVELS=levels,
         enable_fp_fusion=False,
@@ -375,7 +391,7 @@ def mean_exact(
 
 
 def scatter_exact(
-    geometry: Geometry,
+    geometry: ExactNumbers,
     table: torch.Tensor,
     places: torch.Tensor,
     into: torch.Tensor,
@@ -408,19 +424,19 @@ def scatter_exact(
         flag,
         geometry.row_bytes,
         geometry.exact_offset,
-        DTYPE=_DTYPES[into_dtype],
-        EXACT=_DTYPES[exact_dtype],
+        DTYPE=DTYPES[into_dtype],
+        EXACT=DTYPES[exact_dtype],
         NUMBERS=NUMBERS,
         enable_fp_fusion=False,
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
 
 
-def _levels(world: int) -> int:
+def levels_of(world: int) -> int:
     """Return the levels of a stack of partial sums."""
     if not 1 <= world <= MOST_RANKS:
         raise OptionError(
