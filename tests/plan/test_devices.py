@@ -88,10 +88,13 @@ def test_a_quantizer_moves_its_codes_four_times_and_the_gradient_in_sixteen_byte
     assert sum(found.moved) == pytest.approx(n * (16 + 4 * (1 + 4 / 256) * (ranks - 1) / ranks), rel=0.01)
 
 
-def test_launches_grow_with_matrices_where_torch_launches_them_and_not_with_ranks() -> None:
-    kernels = KERNELS["PowerSGD"]
-    counts = [work(layout_of(thinwire.PowerSGD(warmup=0), count), 2, 0).launches for count in (1, 3)]
-    assert counts == [kernels.bucket + kernels.matrix, kernels.bucket + 3 * kernels.matrix]
+def test_launches_grow_with_shapes_where_torch_launches_them_and_not_with_matrices_or_ranks() -> None:
+    kernels, program = KERNELS["PowerSGD"], thinwire.PowerSGD(warmup=0)
+    counts = [work(layout_of(program, count), 2, 0).launches for count in (1, 3)]
+    assert counts == [kernels.bucket + kernels.shape] * 2
+    shapes = {"a": SHAPE, "b": torch.Size((2048, 512)), "c": torch.Size((512, 2048)), "d": torch.Size((9,))}
+    several = work(Layout.of(program, tuple(shapes), shapes, ()), 2, 0)
+    assert several.launches == kernels.bucket + 3 * kernels.shape
     topk = [work(layout_of(thinwire.TopK()), ranks, 0).launches for ranks in (2, 8)]
     assert topk == [KERNELS["TopK"].bucket] * 2
     own = work(layout_of(thinwire.TwoShot(thinwire.Quantize(bits=8))), 2, 0)
@@ -102,8 +105,8 @@ def test_encode_is_launches_and_passes_through_memory() -> None:
     layout = layout_of(thinwire.Int4())
     slow = replace(H100, launch_seconds=1e-3)
     both = [sum(DeviceSpeeds(device).seconds(layout, 4, 0)) for device in (H100, slow)]
-    assert both[1] - both[0] == pytest.approx(7 * (1e-3 - 5e-6))
-    assert both[0] == pytest.approx(7 * 5e-6 + sum(work(layout, 4, 0).moved) / 3.35e12)
+    assert both[1] - both[0] == pytest.approx(KERNELS["Int4"].bucket * (1e-3 - 5e-6))
+    assert both[0] == pytest.approx(KERNELS["Int4"].bucket * 5e-6 + sum(work(layout, 4, 0).moved) / 3.35e12)
     assert len(DeviceSpeeds(H100).seconds(layout, 4, 0)) == 3
 
 
