@@ -50,7 +50,7 @@ COUNTED = (
 )
 MATRICES = ((1024, 4096), (4096, 1024), (1024, 1024), (3072, 1024))
 """The matrices of a transformer's layer."""
-WRITE_ONLY = ("copy_", "fill_", "zero_", "normal_")
+WRITE_ONLY = ("copy_", "fill_", "zero_", "normal_", "_foreach_copy_", "_foreach_zero_")
 """Operators in place that do not read their target."""
 
 
@@ -118,8 +118,12 @@ class Counting(FakeCuda):
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             own = {id(tensor) for tensor in taken}
             # A target that is only written was counted among the arguments.
-            only_written = "out" in (kwargs or {}) or func.overloadpacket.__name__ in WRITE_ONLY
+            name = func.overloadpacket.__name__
+            only_written = "out" in (kwargs or {}) or name in WRITE_ONLY
             written = [tensor for tensor in made if not (only_written and id(tensor) in own)]
+            # Operators on lists, in place, return nothing.
+            if name.startswith("_foreach") and not made and not only_written:
+                written = list(args[0])
             self.moved[-1] += sum(tensor.nbytes for tensor in (*taken, *written))
         return result
 

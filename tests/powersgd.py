@@ -1,12 +1,25 @@
 """Simulated ranks that average gradients with PowerSGD."""
 
 import itertools
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from thinwire import Bucket, Memory
 from thinwire.engine.simulate import Simulation, simulate
+from thinwire.programs import powersgd
+from thinwire.programs.lowrank import Passes
+from thinwire.programs.stacked import StackedPasses
+
+PASSES = {"as on a CPU": Passes, "as on an accelerator": StackedPasses}
+
+
+def passing(name: str) -> AbstractContextManager[Any]:
+    """Run PowerSGD's passes over CPU tensors as on another device."""
+    return patch.object(powersgd, "Passes", PASSES[name])
+
 
 SHAPES = {
     "w": (12, 9),

@@ -88,10 +88,13 @@ def test_a_quantizer_moves_its_codes_four_times_and_the_gradient_in_sixteen_byte
     assert sum(found.moved) == pytest.approx(n * (16 + 4 * (1 + 4 / 256) * (ranks - 1) / ranks), rel=0.01)
 
 
-def test_launches_grow_with_matrices_where_torch_launches_them_and_not_with_ranks() -> None:
-    kernels = KERNELS["PowerSGD"]
-    counts = [work(layout_of(thinwire.PowerSGD(warmup=0), count), 2, 0).launches for count in (1, 3)]
-    assert counts == [kernels.bucket + kernels.matrix, kernels.bucket + 3 * kernels.matrix]
+def test_launches_grow_with_shapes_where_torch_launches_them_and_not_with_matrices_or_ranks() -> None:
+    kernels, program = KERNELS["PowerSGD"], thinwire.PowerSGD(warmup=0)
+    counts = [work(layout_of(program, count), 2, 0).launches for count in (1, 3)]
+    assert counts == [kernels.bucket + kernels.shape] * 2
+    shapes = {"a": SHAPE, "b": torch.Size((2048, 512)), "c": torch.Size((512, 2048)), "d": torch.Size((9,))}
+    several = work(Layout.of(program, tuple(shapes), shapes, ()), 2, 0)
+    assert several.launches == kernels.bucket + 3 * kernels.shape
     topk = [work(layout_of(thinwire.TopK()), ranks, 0).launches for ranks in (2, 8)]
     assert topk == [KERNELS["TopK"].bucket] * 2
     own = work(layout_of(thinwire.TwoShot(thinwire.Quantize(bits=8))), 2, 0)

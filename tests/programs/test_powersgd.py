@@ -1,6 +1,7 @@
 """PowerSGD on simulated ranks: what it sends, that nothing is lost, and how well it approximates."""
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,11 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.powersgd import SHAPES, Ranks, low_rank, mean_of
+from tests.powersgd import PASSES, SHAPES, Ranks, low_rank, mean_of, passing
 from tests.simulated import compressing_alone
 from thinwire import Memory, OptionError, PowerSGD, Warmup
 from thinwire.engine.simulate import rehearse
 from thinwire.programs.lowrank import orthonormal
+
+
+@pytest.fixture(scope="module", autouse=True, params=PASSES)
+def passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run all tests as on a CPU, and as on an accelerator."""
+    with passing(request.param):
+        yield
 
 
 @given(

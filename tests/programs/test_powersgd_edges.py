@@ -1,13 +1,21 @@
 """PowerSGD on degenerate gradients, overflows and invalid options, on simulated ranks."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.powersgd import SHAPES, Ranks, low_rank
+from tests.powersgd import PASSES, SHAPES, Ranks, low_rank, passing
 from thinwire import OptionError, PowerSGD
+
+
+@pytest.fixture(scope="module", autouse=True, params=PASSES)
+def passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run all tests as on a CPU, and as on an accelerator."""
+    with passing(request.param):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

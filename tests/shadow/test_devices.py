@@ -14,7 +14,9 @@ from tests.harness import run_ranks
 from tests.shadow import device
 from tests.shadow.device import SHADOW
 from thinwire.codecs.codec import Parts
+from thinwire.engine.comm.agreement import set_up_of
 from thinwire.errors import AttachError, MismatchError
+from thinwire.programs.description import described
 from thinwire.step import runner
 
 LIMIT = 120
@@ -122,3 +124,16 @@ def unlike_devices(rank: int, world_size: int) -> str:
 def test_ranks_with_and_without_float64_cannot_train_together() -> None:
     for message in run_ranks(unlike_devices, 2, backend=SHADOW):
         assert "shadow without float64" in message
+
+
+def test_powersgd_on_a_cpu_and_on_an_accelerator_differ_in_their_set_up() -> None:
+    """Their bases have other bits. Other programs have the same bits on both."""
+    powersgd, int8 = (
+        [
+            runner.arithmetic(torch.device(kind), set_up_of({}, described(program)))
+            for kind in ("cpu", "cuda", "hpu")
+        ]
+        for program in (thinwire.Warmup(thinwire.PowerSGD(), steps=1), thinwire.Int8())
+    )
+    assert powersgd[0] != powersgd[1] == powersgd[2]
+    assert int8 == [{}, {}, {}]

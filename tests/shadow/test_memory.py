@@ -12,7 +12,7 @@ BUDGETS = {
     "Int8": (4.1, 13.2),
     "Int8, no feedback": (0.1, 5.2),
     "TopK": (4.1, 13.3),
-    "PowerSGD": (4.8, 9.1),
+    "PowerSGD": (4.1, 9.1),
 }
 """Bytes a parameter beyond plain DDP: between steps, and at the peak of backward."""
 

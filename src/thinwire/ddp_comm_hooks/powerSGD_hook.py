@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.ddp_comm_hooks._hook import for_ddp, run_of
+from thinwire.engine.foreach import stack_of
 from thinwire.errors import OptionError, UnavailableError
 from thinwire.models.ddp.model import check_bucket, thinwire_hook
 from thinwire.programs.allreduce import Exact
@@ -284,7 +285,7 @@ class TorchPowerSGD(PowerSGD):
         known = [[kept.get(f"{part.name} {part.key}") for part in group] for group in groups]
         dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
         if self.warm_start and not any(q is None for group in known for q in group):
-            return [torch.stack([q.to(dtype) for q in group if q is not None]) for group in known]
+            return [stack_of([q.to(dtype) for q in group if q is not None]) for group in known]
         together = self.state.batch_tensors_with_same_shape
         # torch seeds the global generator for a moment. On the wire thread that would change the training
         # thread's random numbers at the same time, such as a dropout mask that is being recomputed.

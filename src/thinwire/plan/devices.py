@@ -152,18 +152,18 @@ def device_named(title: str) -> Device | None:
 class Kernels:
     """The kernels of a program.
 
-    Launches are `bucket + matrix * matrices` per chunk of gradients, for any number of ranks.
+    Launches are `bucket + shape * shapes` per chunk of gradients, for any number of ranks and matrices.
 
     Attributes:
         bucket: Launches for each chunk.
-        matrix: More launches for each matrix in it.
+        shape: More launches for each different shape of its matrices.
         first: Bytes per number that the first stage reads and writes, without messages.
         middle: The same of all stages between the first and the last.
         last: The same of the last stage.
     """
 
     bucket: int
-    matrix: int = 0
+    shape: int = 0
     first: float = 0.0
     middle: float = 0.0
     last: float = 0.0
@@ -181,8 +181,8 @@ KERNELS = {
     "FP8": _FUSED,
     "Sign": _FUSED,
     # Plain torch operators, counted on fake CUDA tensors by `benchmarks/plan_devices.py --count`.
-    "PowerSGD": Kernels(bucket=85, matrix=45, first=16.0, middle=5.0, last=72.0),
-    "PowerSGD, int8": Kernels(bucket=212, matrix=46, first=16.0, middle=6.0, last=57.0),
+    "PowerSGD": Kernels(bucket=29, shape=14, first=16.0, middle=5.0, last=72.0),
+    "PowerSGD, int8": Kernels(bucket=102, shape=16, first=16.0, middle=7.0, last=41.0),
     "TopK": Kernels(bucket=278, first=112.0, middle=58.0, last=41.0),  # with 2 ranks fewer: 165
 }
 """Kernels by the name of a program."""
@@ -233,8 +233,8 @@ def work(layout: Layout, ranks: int, step: int) -> Work:
     between = range(1, stages - 1) if stages > 2 else range(stages)
     for place in between:
         moved[place] += kernels.middle * layout.numbers / len(between)
-    matrices = sum(len(shape) > 1 for shape in layout.shapes)
-    return Work(kernels.bucket + kernels.matrix * matrices, tuple(moved))
+    shapes = {(shape[0], shape.numel()) for shape in layout.shapes if len(shape) > 1}
+    return Work(kernels.bucket + kernels.shape * len(shapes), tuple(moved))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ computed as Q^T M^T.
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from thinwire.kernels import lowrank
 from thinwire.programs.memory import RESIDUAL, Memory
-from thinwire.programs.reproducible import product
+from thinwire.programs.reproducible import bases_of, product
 
 _FEW = 4
 """The most columns for which native code is at least as fast as BLAS for M Q and M^T P."""
@@ -45,7 +46,7 @@ class LowRankGradient:
         size = shape[0] * shape[1]
         self.matrix, self.rest = flat[:size].view(shape), flat[size:]
         self.own, self.mean = Approximation(), Approximation()
-        self._residuals = residuals
+        self.residuals = residuals
 
     @property
     def columns(self) -> int:
@@ -59,7 +60,7 @@ class LowRankGradient:
 
     def times(self, q: torch.Tensor, into: torch.Tensor) -> None:
         """Add the residual to the gradient, and write M Q, transposed as `q` is."""
-        residuals = [residual for _, _, residual in self._residuals]
+        residuals = [residual for _, _, residual in self.residuals]
         if len(q) <= _FEW and self._one_residual() and lowrank.supported(self.matrix, q, into, *residuals):
             lowrank.times(self.matrix, residuals[0] if residuals else None, q, into)
         else:
@@ -100,9 +101,7 @@ class LowRankGradient:
 
     def _finish_matrix(self, against: str, memory: Memory) -> "Pairs":
         """Compute the product and the residual in one pass."""
-        kept = [
-            (memory.new_value(name, RESIDUAL, residual), view) for name, view, residual in self._residuals
-        ]
+        kept = [(memory.new_value(name, RESIDUAL, residual), view) for name, view, residual in self.residuals]
         missed = kept[0][0] if kept else None
         # The matrix holds M here. `product` writes `missed` before it overwrites M with P Q^T.
         if against == "sent" and missed is not None and self.own.product is not None:
@@ -115,7 +114,7 @@ class LowRankGradient:
     def _finish_pieces(self, against: str, memory: Memory) -> "Pairs":
         """Compute the residual of each parameter after the mean of all."""
         kept = []
-        for name, view, residual in self._residuals:
+        for name, view, residual in self.residuals:
             kept.append((memory.new_value(name, RESIDUAL, residual).copy_(view), view))
         if against == "sent" and kept:
             self._write(self.own)
@@ -127,10 +126,10 @@ class LowRankGradient:
 
     def _one_residual(self) -> bool:
         """Return whether the matrix has the residual of one parameter, or none."""
-        return all(residual.numel() == self.matrix.numel() for _, _, residual in self._residuals)
+        return all(residual.numel() == self.matrix.numel() for _, _, residual in self.residuals)
 
     def _correct(self) -> None:
-        for _, view, residual in self._residuals:
+        for _, view, residual in self.residuals:
             view.add_(residual)
 
     def _write(self, result: "Approximation") -> None:
@@ -159,39 +158,102 @@ Products are two to five times as fast in this layout on a CPU, and QR expects i
 """
 
 
-def by_shape(parts: list[LowRankGradient]) -> list[MatrixGroup]:
-    """Return the parts that have a matrix, grouped by its shape."""
-    groups: defaultdict[tuple[int, int], MatrixGroup] = defaultdict(list)
-    for part in parts:
-        if part.matrix.numel():
-            groups[part.shape].append(part)
-    return list(groups.values())
+@dataclass(frozen=True)
+class Averages:
+    """The results of both all-reduces, or a rank's own share of them: Q of each group, and the rests."""
+
+    qs: list[torch.Tensor]
+    rests: list[torch.Tensor]
 
 
-def times(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
-    """Return M Q of each matrix M, to which its residual is added first."""
+class Passes:
+    """PowerSGD's passes over the gradients of a bucket, matrix by matrix.
+
+    Args:
+        parts: The gradients.
+    """
+
+    def __init__(self, parts: list[LowRankGradient]) -> None:
+        self.parts = parts
+        by_shape: defaultdict[tuple[int, int], MatrixGroup] = defaultdict(list)
+        for part in parts:
+            if part.matrix.numel():
+                by_shape[part.shape].append(part)
+        self.groups = list(by_shape.values())
+        """The gradients that have a matrix, grouped by its shape."""
+        self.with_rest = [part for part in parts if part.rest.numel()]
+        """The gradients that have a rest."""
+
+    def times(self, qs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return M Q of each matrix M, to which its residual is added first."""
+        return [_times(group, q) for group, q in zip(self.groups, qs, strict=True)]
+
+    def rests(self) -> list[torch.Tensor]:
+        """Return the rests plus their residuals, after `times`."""
+        return [part.corrected_rest() for part in self.with_rest]
+
+    def bases(self, ps: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return orthonormal bases of P, with the same bits on all ranks."""
+        return bases_of(ps)
+
+    def transposed_times(self, ps: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return M^T P of each matrix M."""
+        return [_transposed_times(group, p) for group, p in zip(self.groups, ps, strict=True)]
+
+    def refined(self, qs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return M^T P of each matrix M, with P a basis of M Q: one iteration on means that all ranks have.
+
+        Where M is finite but its products overflow, in float16 above all, Q stays as it is. A non-finite Q
+        would make every later mean NaN.
+        """
+        ps = [orthonormal(p) for p in self.times([orthonormal(q) for q in qs])]
+        return [
+            torch.where(found.isfinite().all(2, keepdim=True).all(1, keepdim=True), found, q)
+            for found, q in zip(self.transposed_times(ps), qs, strict=True)
+        ]
+
+    def finish(
+        self,
+        ps: list[torch.Tensor],
+        own: Averages,
+        mean: Averages,
+        *,
+        against: str,
+        memory: Memory,
+        dtype: torch.dtype,
+    ) -> None:
+        """Write the means to the gradients, and keep the residuals.
+
+        Args:
+            ps: The bases of P.
+            own: This rank's share of the means.
+            mean: The means.
+            against: The option `residual` of `PowerSGD`.
+            memory: Where the residuals are kept.
+            dtype: The dtype that the mean is rounded to afterwards, which residuals compensate.
+        """
+        for group, p, own_q, mean_q in zip(self.groups, ps, own.qs, mean.qs, strict=True):
+            for number, part in enumerate(group):
+                part.own.product = p[number], own_q[number]
+                part.mean.product = p[number], mean_q[number]
+        for part, own_rest, mean_rest in zip(self.with_rest, own.rests, mean.rests, strict=True):
+            part.own.rest, part.mean.rest = own_rest, mean_rest
+        for part in self.parts:
+            part.finish(against, memory, dtype)
+
+
+def _times(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
     products = qs.new_empty(len(group), qs.shape[1], group[0].shape[0])
     for part, q, into in zip(group, qs, products, strict=True):
         part.times(q, into)
     return products
 
 
-def transposed_times(group: MatrixGroup, ps: torch.Tensor) -> torch.Tensor:
-    """Return M^T P of each matrix M."""
+def _transposed_times(group: MatrixGroup, ps: torch.Tensor) -> torch.Tensor:
     products = ps.new_empty(len(group), ps.shape[1], group[0].columns)
     for part, p, into in zip(group, ps, products, strict=True):
         part.transposed_times(p, into)
     return products
-
-
-def refined(group: MatrixGroup, qs: torch.Tensor) -> torch.Tensor:
-    """Return M^T P of each matrix M, with P a basis of M Q: one iteration on a matrix that all ranks have.
-
-    Where M is finite but its products overflow, in float16 above all, Q stays as it is. A non-finite Q would
-    make every later mean NaN.
-    """
-    found = transposed_times(group, orthonormal(times(group, orthonormal(qs))))
-    return torch.where(found.isfinite().all(2, keepdim=True).all(1, keepdim=True), found, qs)
 
 
 def orthonormal(rows: torch.Tensor) -> torch.Tensor:

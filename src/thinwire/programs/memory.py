@@ -137,6 +137,16 @@ class Memory:
         """
         self.new_value(name, key, value).copy_(value)
 
+    def adopt(self, name: str, key: str, value: torch.Tensor) -> None:
+        """Keep a tensor itself for the next step, without the copy that `put` makes.
+
+        Args:
+            name: Name of the parameter.
+            key: Slot of the tensor.
+            value: New value of the slot, contiguous. Do not change it afterwards.
+        """
+        self.keep((name, self._scope + key), value)
+
     def scoped(self, scope: str) -> "Memory":
         """Return a view of this memory with slots of its own.
 

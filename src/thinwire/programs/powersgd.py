@@ -28,23 +28,16 @@ import torch
 from thinwire.codecs.checks import check_whole
 from thinwire.codecs.draws import random_floats
 from thinwire.codecs.quantize import Quantize
+from thinwire.engine.foreach import stack_of
 from thinwire.engine.ops import AllReduce, Collectives
 from thinwire.engine.pack import pack, unpack
 from thinwire.errors import OptionError
 from thinwire.programs.error_feedback import ErrorFeedback
 from thinwire.programs.leftovers import add_residuals
-from thinwire.programs.lowrank import (
-    LowRankGradient,
-    MatrixGroup,
-    by_shape,
-    orthonormal,
-    refined,
-    times,
-    transposed_times,
-)
+from thinwire.programs.lowrank import Averages, LowRankGradient, MatrixGroup, Passes, orthonormal
 from thinwire.programs.memory import RESIDUAL, Memory
 from thinwire.programs.program import Bucket, Outcome, Program, is_alone, unchanged
-from thinwire.programs.reproducible import bases_of
+from thinwire.programs.stacked import StackedPasses
 from thinwire.programs.twoshot import TwoShot
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,10 +128,9 @@ class PowerSGD(Program):
             return unchanged(bucket)
         if bucket.step < self.start_steps:
             return (yield from self._warm_up(bucket, memory))
-        # Matrices of one shape are stacked in a group: a few large operations instead of many small ones.
         wide = bucket.buffer.to(_precise(bucket.buffer.dtype))
-        parts = self._parts(replace(bucket, buffer=wide), memory if self.error_feedback else None)
-        groups, with_rest = by_shape(parts), [part for part in parts if part.rest.numel()]
+        passes = self._passes(replace(bucket, buffer=wide), memory if self.error_feedback else None)
+        groups = passes.groups
 
         # Q <- the last step's Q, orthonormalised as in torch's hook. The paper leaves Q as it is. The span of
         # M Q is then the same, but its columns differ as the squares of M's singular values do, and the small
@@ -148,26 +140,24 @@ class PowerSGD(Program):
 
         # P <- M Q, averaged, where M is gradient + residual. Gradients that are not compressed, such as
         # vectors, share the all-reduce.
-        first = [times(group, q) for group, q in zip(groups, qs, strict=True)]
-        own, mean = yield from self._mean([*first, *(part.corrected_rest() for part in with_rest)], bucket)
+        first = passes.times(qs)
+        own, mean = yield from self._mean([*first, *passes.rests()], bucket)
 
         # Orthonormalise P with the same bits on every host, so that all ranks decode alike.
-        ps = bases_of(mean[: len(groups)])
+        ps = passes.bases(mean[: len(groups)])
 
         # Q <- M^T P, averaged.
-        second = [transposed_times(group, p) for group, p in zip(groups, ps, strict=True)]
-        own_qs, mean_qs = yield from self._mean(second, bucket)
+        own_qs, mean_qs = yield from self._mean(passes.transposed_times(ps), bucket, reuse=True)
 
         # gradient <- P Q^T, residual <- M - P Q^T. With residual="sent", the residual's Q is this rank's own.
-        for group, p, own_q, mean_q in zip(groups, ps, own_qs, mean_qs, strict=True):
-            for number, part in enumerate(group):
-                part.own.product = p[number], own_q[number]
-                part.mean.product = p[number], mean_q[number]
-        rests = zip(with_rest, own[len(groups) :], mean[len(groups) :], strict=True)
-        for part, own_rest, mean_rest in rests:
-            part.own.rest, part.mean.rest = own_rest, mean_rest
-        for part in parts:
-            part.finish(self.residual, memory, bucket.buffer.dtype)
+        passes.finish(
+            ps,
+            Averages(own_qs, own[len(groups) :]),
+            Averages(mean_qs, mean[len(groups) :]),
+            against=self.residual,
+            memory=memory,
+            dtype=bucket.buffer.dtype,
+        )
 
         # Warm start: the next step begins with this Q, which makes one iteration a step enough.
         if self.warm_start:
@@ -219,10 +209,9 @@ class PowerSGD(Program):
             # Q <- M^T orthonormal(M Q) of the mean M, which all ranks have. So the first low-rank step begins
             # with a basis of recent gradients instead of a random one.
             wide = outcome.mean.to(_precise(outcome.mean.dtype))
-            groups = by_shape(self._parts(replace(bucket, buffer=wide), None))
-            starts = self._first_qs(groups, bucket, memory)
-            qs = [refined(group, start) for group, start in zip(groups, starts, strict=True)]
-            self._remember(groups, qs, memory)
+            passes = self._passes(replace(bucket, buffer=wide), None)
+            qs = passes.refined(self._first_qs(passes.groups, bucket, memory))
+            self._remember(passes.groups, qs, memory)
         return outcome
 
     def _exact_in(self, bucket: Bucket) -> frozenset[str]:
@@ -235,6 +224,11 @@ class PowerSGD(Program):
             return bucket.exact
         shapes = zip(bucket.names, bucket.shapes, strict=True)
         return frozenset(name for name, shape in shapes if self._matrix_shape(shape) == (0, 0))
+
+    def _passes(self, bucket: Bucket, memory: Memory | None) -> Passes:
+        """Return the passes over the bucket's matrices and rests, as the bucket's device runs them best."""
+        parts = self._parts(bucket, memory)
+        return Passes(parts) if bucket.buffer.device.type == "cpu" else StackedPasses(parts)
 
     def _parts(self, bucket: Bucket, memory: Memory | None) -> list[LowRankGradient]:
         """Return the bucket's gradients as matrices and rests, one by one, or all as one matrix if flattened.
@@ -262,19 +256,25 @@ class PowerSGD(Program):
         return parts
 
     def _mean(
-        self, tensors: list[torch.Tensor], bucket: Bucket
+        self, tensors: list[torch.Tensor], bucket: Bucket, *, reuse: bool = False
     ) -> Collectives[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return this rank's tensors as sent, and their means over ranks. Without tensors, send nothing."""
+        """Return this rank's tensors as sent, and their means over ranks. Without tensors, send nothing.
+
+        Args:
+            tensors: The tensors.
+            bucket: The bucket that they come from.
+            reuse: Whether their memory may be overwritten.
+        """
         if not tensors:
             return [], []
         shapes = [tensor.shape for tensor in tensors]
-        flat = pack(tensors)
+        flat = tensors[0].view(-1) if reuse and len(tensors) == 1 else pack(tensors)
         if self.factor_dtype == "int8":
             own, mean = yield from self._coded_mean(flat, bucket)
             return unpack(own, shapes), unpack(mean, shapes)
         dtype = _DTYPES.get(self.factor_dtype or "", bucket.buffer.dtype)
         # Divide before the cast: in float16 a sum may overflow although the mean does not.
-        encoded = flat.mul(1 / bucket.world_size).to(dtype)
+        encoded = torch.mul(flat, 1 / bucket.world_size, out=torch.empty_like(flat, dtype=dtype))
         if self.residual == "sent":
             flat = encoded.to(flat.dtype).mul(bucket.world_size)
         mean = (yield AllReduce(encoded)).to(flat.dtype)
@@ -307,16 +307,17 @@ class PowerSGD(Program):
             return numbers.mul_(2).sub_(1).view(part.rank, part.columns).to(dtype)
 
         if not self.warm_start:
-            return [torch.stack([fresh(part) for part in group]) for group in groups]
+            return [stack_of([fresh(part) for part in group]) for group in groups]
         return [
-            torch.stack([memory.read(part.name, part.key, partial(fresh, part)).to(dtype) for part in group])
+            stack_of([memory.read(part.name, part.key, partial(fresh, part)).to(dtype) for part in group])
             for group in groups
         ]
 
     def _remember(self, groups: list[MatrixGroup], qs: list[torch.Tensor], memory: Memory) -> None:
+        # Views of one tensor, which the next step's `stack_of` finds again: neither makes a copy.
         for group, stacked in zip(groups, qs, strict=True):
             for part, q in zip(group, stacked, strict=True):
-                memory.put(part.name, part.key, q)
+                memory.adopt(part.name, part.key, q)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,9 @@ transformations of matrix multiplication, 2012).
 Such products need float64. Devices without it (some of XPU's, and MPS) use elementwise operations alone, with
 sums in a fixed order. Their bits are the same on all such devices, and differ from those of other devices, so
 a group must not have ranks of both kinds.
+
+On a CPU, a basis costs what its arithmetic costs. On an accelerator it costs its launches, so accelerators
+have an orthonormalisation of their own, `bases_in_few_launches`, whose bits differ from the CPU's.
 """
 
 import threading
@@ -23,6 +26,8 @@ from thinwire.kernels import lowrank
 
 _AT_ONCE = 1 << 18
 """The part of a product that is computed at a time, so that scratch space stays small and in the cache."""
+_AT_ONCE_ON_A_DEVICE = 1 << 24
+"""The same on an accelerator, where each piece costs launches: 64 MiB of scratch space, or 128 in float64."""
 _MANTISSA = 53
 _BITS = {torch.float64: (torch.int64, 0x7FF0000000000000), torch.float32: (torch.int32, 0x7F800000)}
 """For each dtype, the integers of its width, and the exponent's bits."""
@@ -34,6 +39,10 @@ _NEXT_TO_NOTHING = 1e-12
 Elimination in float64 knows the remainder's square to about 1e-15 of the row's. A larger share would drop
 rows with digits that the rows before them have lost to rounding.
 """
+_NO_SQUARE = 2.0**-600
+"""The square of a row of zeros, instead of zero. Squares of float32 numbers are far above it."""
+_MOST_PADDING = 4
+"""Rows of different lengths are padded to one batch if that takes at most this many times their memory."""
 
 
 def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,6 +77,86 @@ def bases_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         weights = _weights(grams, max(_bits(stack.shape[2]) for stack in stacks), count)
         bases = [_exact_product(*pair) for pair in zip(weights, sliced, strict=True)]
     return [basis.to(stack.dtype) for basis, stack in zip(bases, stacks, strict=True)]
+
+
+def bases_in_few_launches(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an orthonormal basis of the span of each matrix's rows, in few launches of an accelerator.
+
+    The Gram matrix G of the rows A is computed exactly, as in `bases_of`. Then [G | A] is eliminated as one
+    matrix, by elementwise operations, in 3 launches for each row. `bases_of` eliminates [G | 1] for weights,
+    which it cuts to few bits and multiplies by A. That moves less memory, but takes four times as
+    many launches at rank 4.
+
+    There is one pass instead of two. Rows that are nearly dependent, to a millionth of their length, are
+    orthogonal to 1e-2 then, and others to 1e-7 (float64 takes both passes). So a caller must not rely on
+    P P^T = 1: see `StackedPasses.transposed_times`.
+
+    Args:
+        stacks: Stacks of finite matrices, (matrix, row, length), all of one dtype, float32 or float64.
+
+    Returns:
+        Stacks of the same shapes, with orthonormal rows.
+    """
+    if not stacks:
+        return []
+    dtype, device = stacks[0].dtype, stacks[0].device
+    if not has_float64(device):
+        return [_basis_in_float32(stack) for stack in stacks]
+    total = sum(len(stack) for stack in stacks)
+    rank, length = (max(stack.shape[place] for stack in stacks) for place in (1, 2))
+    numbers = sum(stack.numel() for stack in stacks)
+    if total * rank * length > _MOST_PADDING * numbers:
+        return [basis for stack in stacks for basis in bases_in_few_launches([stack])]
+    # All shapes in one batch. Zeros that are appended to rows change no exact sum.
+    made = torch.empty if total * rank * length == numbers else torch.zeros
+    whole = made(total, rank, rank + length, dtype=torch.float64, device=device)
+    places = whole[..., rank:].split([len(stack) for stack in stacks])
+    for place, stack in zip(places, stacks, strict=True):
+        _corner(place, stack).copy_(stack)
+    count = 2 if dtype == torch.float64 else 1
+    for _ in range(count - 1):
+        whole[..., rank:].div_(_eliminate(whole, _bits(length), count))
+    norms = _eliminate(whole, _bits(length), count)
+    bases = torch.empty(total, rank, length, dtype=dtype, device=device)
+    torch.div(whole[..., rank:], norms, out=bases)
+    found = bases.split([len(stack) for stack in stacks])
+    return [_corner(basis, stack) for basis, stack in zip(found, stacks, strict=True)]
+
+
+def _corner(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of padded matrices that is not padding."""
+    return padded[:, : like.shape[1], : like.shape[2]]
+
+
+def _eliminate(whole: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Make the rows A of [G | A] orthogonal in place, and return their norms.
+
+    Args:
+        whole: Matrices with room for G in their first columns.
+        bits: Bits of a number in a slice.
+        count: Slices of A.
+    """
+    grams, rows = whole.split([whole.shape[1], whole.shape[2] - whole.shape[1]], dim=2)
+    # Squares of float64's largest numbers would overflow.
+    slices = _slices(_scaled(rows) if count > 1 else rows, _power_of(rows), bits, count)
+    # G = A A^T exactly, where A is the sum of its slices. The last one is in A's memory.
+    if count > 1:
+        grams.copy_(_exact_product(slices, [part.mT for part in slices]))
+        rows.add_(slices[0])
+    else:
+        torch.bmm(rows, rows.mT, out=grams)
+    # Divide by the rows' lengths, so that one threshold fits all remainders. A row of zeros stays one.
+    squares = grams.diagonal(dim1=1, dim2=2)
+    lengths = squares.clamp(min=_NO_SQUARE).sqrt_()
+    whole.div_(lengths[:, :, None])
+    grams.div_(lengths[:, None])
+    for place in range(whole.shape[1] - 1):
+        # row_j <- row_j - row_i G_ji / G_ii for all rows j below i. G_ii is infinite if row i is noise.
+        square = functional.threshold(squares[:, place], _NEXT_TO_NOTHING, torch.inf)
+        products = whole[:, place + 1 :, place, None] * whole[:, place, None, place + 1 :]
+        # The quotient is rounded before the difference: a factor of -1 leaves nothing to fuse.
+        whole[:, place + 1 :, place + 1 :].addcdiv_(products, square[:, None, None], value=-1)
+    return functional.threshold(squares, _NEXT_TO_NOTHING, torch.inf).sqrt_().unsqueeze(2)
 
 
 def has_float64(device: torch.device) -> bool:
@@ -115,8 +204,7 @@ def product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, missed: torch.
         into: Matrix, overwritten.
         missed: A tensor with as many elements as the matrix, in any shape, overwritten. None writes nothing.
     """
-    # Up to this many columns, outer products one by one are as fast as a matrix product in double precision.
-    few = len(p) <= lowrank.FEW or into.dtype == torch.float64 or not has_float64(into.device)
+    few = _is_few(len(p), into)
     if few:
         wide = torch.promote_types(into.dtype, torch.float32)
         p, q = p.to(wide), q.to(wide)
@@ -159,6 +247,50 @@ def _outer_products(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor, scratc
         whole.add_(torch.mul(left[:, None], right, out=scratch))
     if whole is not into:
         into.copy_(whole)
+
+
+def stacked_product(p: torch.Tensor, q: torch.Tensor, into: torch.Tensor) -> None:
+    """Write P Q^T to each matrix of a stack, with the bits of `product`, in few launches of an accelerator.
+
+    Args:
+        p: The columns of P as rows, (matrix, rank, n).
+        q: The columns of Q as rows, (matrix, rank, m).
+        into: Stack of matrices, (matrix, n, m), in float32 or float64, overwritten.
+    """
+    rank, few = p.shape[1], _is_few(p.shape[1], into)
+    if not few:
+        p, q = _cut(p, q, _bits(rank))
+    step = max(1, _AT_ONCE_ON_A_DEVICE // max(1, len(into) * into.shape[2]))
+    for start in range(0, into.shape[1], step):
+        piece, columns = into[:, start : start + step], p[..., start : start + step]
+        if few:
+            terms = ((columns[:, place, :, None], q[:, place, None]) for place in range(rank))
+            torch.mul(*next(terms), out=piece)
+            scratch = torch.empty(piece.shape, dtype=p.dtype, device=p.device) if rank > 1 else piece
+            for term in terms:
+                piece.add_(torch.mul(*term, out=scratch))
+        else:
+            # Adding zero turns -0, which only some devices return, to 0.
+            torch.add(torch.bmm(columns.mT, q), 0.0, out=piece)
+
+
+def _is_few(rank: int, into: torch.Tensor) -> bool:
+    """Return whether P Q^T is the sum of outer products, added one by one.
+
+    Up to `lowrank.FEW` columns that is as fast as a matrix product in double precision.
+    """
+    return rank <= lowrank.FEW or into.dtype == torch.float64 or not has_float64(into.device)
+
+
+def _cut(p: torch.Tensor, q: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return stacks of both factors in float64, cut to `bits` bits of each factor's largest number."""
+    n, m = p.shape[2], q.shape[2]
+    made = torch.empty if n == m else torch.zeros
+    both = made(2, *p.shape[:2], max(n, m), dtype=torch.float64, device=p.device)
+    p, q = both[0, ..., :n].copy_(p), both[1, ..., :m].copy_(q)
+    flat = both.view(2 * len(p), -1)
+    _slices(flat, _power_of(flat), bits, 1)
+    return p, q
 
 
 def _scratch(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.amp.loss_scale import ScalerOption, Scales
-from thinwire.engine.comm.agreement import SetUp, agree_on, decline
+from thinwire.engine.comm.agreement import SetUp, agree_on, decline, full_texts
 from thinwire.engine.comm.group_communicator import GroupCommunicator
 from thinwire.engine.engine import Engine
 from thinwire.engine.futures import at_work, is_at_work
@@ -85,15 +85,27 @@ def connect(
     tensors = model.tensors()
     own = {f"parameter {name}": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     shard = {} if model.shard_key is None else {"shard": model.shard_key}
-    # Without float64, `reproducible.py` computes other bits, and replicas of both kinds would drift.
-    arithmetic = {} if has_float64(model.device) else {"device": f"{model.device.type} without float64"}
     communicator = GroupCommunicator(model.group, limit, model.device)
     # Everything is compared before the first group is made: a rank that raises then would leave the others
     # waiting for its connection.
-    agree_on({**set_up, **own, **shard, **arithmetic}, communicator.rendezvous, communicator.limit)
+    whole = {**set_up, **own, **shard, **arithmetic(model.device, set_up)}
+    agree_on(whole, communicator.rendezvous, communicator.limit)
     model.connect_shards(set_up, limit)
     communicator.open()
     return Connection(communicator, Engine(communicator, device=model.device, meter=meter))
+
+
+def arithmetic(device: torch.device, set_up: SetUp) -> dict[str, str]:
+    """Return the kind of a device if all ranks must have the same one, as a part of the set-up.
+
+    Without float64, `reproducible.py` computes other bits. For PowerSGD's P, accelerators and CPUs do too.
+    Replicas of both kinds would drift.
+    """
+    if not has_float64(device):
+        return {"device": f"{device.type} without float64"}
+    if "PowerSGD" in full_texts(set_up).get("program", ""):
+        return {"device for PowerSGD": "a CPU" if device.type == "cpu" else "an accelerator"}
+    return {}
 
 
 class Choice(NamedTuple):
