@@ -1,4 +1,4 @@
-"""Whole exchanges through Triton's kernels, in its interpreter: `python -m tests.programs.triton_exchanges`.
+"""Whole exchanges in Triton's interpreter: `python -m tests.programs.triton_exchanges all`.
 
 Triton decides when a kernel is defined whether it is interpreted, so this runs in a process of its own. It
 trains two steps on simulated ranks with `TritonCoder` and with `OwnersCoder`, and prints, by case, how many
@@ -100,29 +100,38 @@ def compare(name: str, world: int, way: str, dtype: torch.dtype) -> tuple[int, i
     return len(wanted), int((wanted != found).sum())
 
 
+Case = tuple[str, int, str, torch.dtype]
+QUICK: list[Case] = [
+    *((name, 3, "fed back", torch.float32) for name in CODECS),
+    ("int8", 2, "plain", torch.bfloat16),
+    ("two-shot top-int2", 3, "fed back", torch.float32),
+    ("gathered top-bf16", 2, "plain", torch.bfloat16),
+]
+ALL: list[Case] = [
+    *(
+        (name, world, way, dtype)
+        for name in CODECS
+        for world, way, dtype in (
+            *((world, "fed back", torch.float32) for world in WORLDS),
+            (2, "decayed", torch.float32),
+            (2, "plain", torch.float32),
+            (2, "plain", torch.bfloat16),
+            (2, "fed back", torch.bfloat16),
+        )
+    ),
+    *(
+        (f"{kind} {name}", world, way, dtype)
+        for kind in PROGRAMS
+        for name in SPARSE_CODECS
+        for world, way, dtype in (
+            (3, "fed back", torch.float32),
+            (2, "plain", torch.bfloat16),
+            (2, "decayed", torch.bfloat16),
+        )
+    ),
+]
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # numpy's, about overflows
-    cases = [
-        *(
-            (name, world, way, dtype)
-            for name in CODECS
-            for world, way, dtype in (
-                *((world, "fed back", torch.float32) for world in WORLDS),
-                (2, "decayed", torch.float32),
-                (2, "plain", torch.float32),
-                (2, "plain", torch.bfloat16),
-                (2, "fed back", torch.bfloat16),
-            )
-        ),
-        *(
-            (f"{kind} {name}", world, way, dtype)
-            for kind in PROGRAMS
-            for name in SPARSE_CODECS
-            for world, way, dtype in (
-                (3, "fed back", torch.float32),
-                (2, "plain", torch.bfloat16),
-                (2, "decayed", torch.bfloat16),
-            )
-        ),
-    ]
+    cases = ALL if "all" in sys.argv else QUICK
     json.dump({" ".join(map(str, case)): compare(*case) for case in cases}, sys.stdout)

@@ -300,6 +300,7 @@ class Group final : public c10d::Backend {
   // Run collectives in the order in which they were issued, on a thread of the group's.
   static void serve(Lane& lane) {
     OnCpu guard;
+    bool failed = false;  // one that never ends because of a planted fault was issued after all that are queued here
     for (;;) {
       std::unique_lock<std::mutex> held(lane.lock);
       lane.changed.wait(held, [&] { return lane.stopped || !lane.queue.empty(); });
@@ -307,12 +308,13 @@ class Group final : public c10d::Backend {
       auto [task, run] = std::move(lane.queue.front());
       lane.queue.pop_front();
       lane.running = task;
-      std::string never = lane.stuck.empty() ? "" : "behind one that never ended";
+      std::string never = failed ? "behind one that never ended" : "";
       held.unlock();
       try {
         if (never.empty()) run(*lane.gloo)->wait();
       } catch (const std::exception& error) {
         never = error.what();  // the peer is lost, or did not come in time
+        failed = true;
       }
       held.lock();
       lane.running.reset();
