@@ -30,7 +30,6 @@ PROGRAMS = {
     "PowerSGD(rank=2)": "PowerSGD(rank=2, min_compression=1, warmup=0) of PowerSGD",
     "BF16()": "BF16() of BF16",
 }
-TWO_SHOT = (*FUSED, "TopK(ratio=0.25)")
 
 
 def check_owners(case: str, ranks: int) -> Run:
@@ -54,10 +53,8 @@ def main() -> None:
     )
     for name, case in PROGRAMS.items():
         ways: dict[str, Callable[[int], Run]] = {"torch": partial(check, case, shapes=LARGE)}
-        if name in TWO_SHOT:
-            ways = {"by owner": partial(check_owners, case), **ways}
         if name in FUSED:
-            ways["Triton"] = partial(check_triton, case)
+            ways = {"by owner": partial(check_owners, case), **ways, "Triton": partial(check_triton, case)}
         for way, count in ways.items():
             runs = [count(ranks) for ranks in RANKS]
             row = "".join(f"{run.launches:>7}" for run in runs)

@@ -9,10 +9,12 @@ from tests.shadow.memory import measured
 BUDGETS = {
     "Exact": (0.1, 0.1),
     "BF16": (0.1, 2.2),
-    "Int8": (4.1, 13.2),
-    "Int8, no feedback": (0.1, 5.2),
-    "TopK": (4.1, 13.3),
+    "Int8": (4.1, 11.8),
+    "Int8, no feedback": (0.1, 3.8),
+    "TopK": (4.1, 10.2),
     "PowerSGD": (4.1, 9.1),
+    "Int8, Triton": (4.2, 10.6),
+    "Int8, no feedback, Triton": (0.2, 2.6),
 }
 """Bytes a parameter beyond plain DDP: between steps, and at the peak of backward."""
 

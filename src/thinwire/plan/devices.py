@@ -172,18 +172,18 @@ class Kernels:
 _FUSED = Kernels(bucket=8, first=12.0, last=4.0)
 KERNELS = {
     "Exact": Kernels(bucket=1, first=8.0),
-    "BF16": Kernels(bucket=3, first=12.0, last=4.0),
-    "FP16": Kernels(bucket=3, first=12.0, last=4.0),
+    "BF16": Kernels(bucket=2, first=4.0, last=4.0),
+    "FP16": Kernels(bucket=2, first=4.0, last=4.0),
     # Fused kernels: one pass for each stage, as in the docstring on top.
     "Int8": _FUSED,
     "Int4": _FUSED,
     "Int2": _FUSED,
     "FP8": _FUSED,
     "Sign": _FUSED,
+    "TopK": _FUSED,
     # Plain torch operators, counted on fake CUDA tensors by `benchmarks/plan_devices.py --count`.
     "PowerSGD": Kernels(bucket=29, shape=14, first=16.0, middle=5.0, last=72.0),
     "PowerSGD, int8": Kernels(bucket=102, shape=16, first=16.0, middle=7.0, last=41.0),
-    "TopK": Kernels(bucket=278, first=112.0, middle=58.0, last=41.0),  # with 2 ranks fewer: 165
 }
 """Kernels by the name of a program."""
 OTHERS = Kernels(bucket=40, first=66.0, middle=48.0, last=13.0)
