@@ -1,14 +1,15 @@
 """The shadow device with one defect, named by PLANTED, so that the doctor's own test can see it found."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import thinwire  # noqa: F401 - all modules that a defect may be planted in
 from tests.shadow import device
 from thinwire.engine.streams import SideStream
-from thinwire.programs import block_coder, coding, gathered
 
 device.load()
 
@@ -24,7 +25,10 @@ def _bits() -> None:
     def divided(x: torch.Tensor, by: float) -> torch.Tensor:
         return x.div_(by) if x.device.type == "cpu" else x.mul_(torch.tensor(1.0 / by, device=x.device))
 
-    for module in (block_coder, coding, gathered):
+    ours = [module for name, module in sys.modules.items() if name.startswith("thinwire.")]
+    users = [module for module in ours if hasattr(module, "divide_in_place")]
+    assert len(users) > 2, "nothing that divides has been imported"
+    for module in users:
         module.divide_in_place = divided  # type: ignore[attr-defined]
 
 
