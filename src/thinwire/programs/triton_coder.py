@@ -1,4 +1,4 @@
-"""The encodings of a whole bucket by Triton kernels: six launches, for any number of ranks and parameters.
+"""The encodings of a whole bucket by Triton kernels: six launches, for up to 512 ranks.
 
 Kernels read a table of the bucket's blocks, made once for a layout, and the addresses of its tensors.
 No copy of the numbers is made, in float32 or otherwise.

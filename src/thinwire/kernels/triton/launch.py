@@ -1,4 +1,4 @@
-"""Launch the Triton kernels of a two-shot exchange: six launches per bucket, for any number of ranks.
+"""Launch the Triton kernels of a two-shot exchange: six launches per bucket, for up to 512 ranks.
 
 A bucket's encoded numbers are cut into blocks of `width` numbers. Each of the W ranks owns the same number of
 consecutive blocks. All tensors are on one device:
